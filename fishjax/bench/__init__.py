@@ -1,0 +1,1 @@
+"""`python -m fishjax.bench`: measurements and gates."""

@@ -1,0 +1,1 @@
+"""The codec: sound to codes and back."""

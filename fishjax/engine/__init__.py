@@ -1,0 +1,1 @@
+"""Fixed slots and one compiled step."""

@@ -1,0 +1,49 @@
+"""Every error fishjax raises on purpose. Imports nothing, so any layer may raise any of them.
+
+A message names the value, the limit and the way out. `serving/servicer.py` maps each class to a gRPC
+status; the command line prints the message as one sentence and exits with 2.
+"""
+
+
+class FishjaxError(Exception):
+    """Base of all errors that fishjax raises on purpose."""
+
+
+class InvalidRequest(FishjaxError):
+    """The caller asked for something that cannot be done: a value out of range, unreadable audio, no text."""
+
+
+class PromptTooLong(InvalidRequest):
+    """The prompt (references, history and text) does not fit a slot's cache."""
+
+
+class VoiceNotFound(FishjaxError):
+    """No stored voice has this id."""
+
+
+class QueueFull(FishjaxError):
+    """The server has all the work it can hold; `retry_after_s` says when to try again (seconds)."""
+
+    def __init__(self, message: str, retry_after_s: float):
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class Draining(FishjaxError):
+    """The server is shutting down and takes no new work."""
+
+
+class DeadlineExceeded(FishjaxError):
+    """The caller's deadline passed before the work was done."""
+
+
+class Cancelled(FishjaxError):
+    """The caller went away or cancelled."""
+
+
+class WeightsError(FishjaxError):
+    """A model folder is wrong: a missing, extra or misshapen tensor, an unreadable file, a bad config."""
+
+
+class EngineFailed(FishjaxError):
+    """A step of the engine failed; the requests in it are lost."""

@@ -1,0 +1,1 @@
+"""The DualAR model: slow transformer over frames, fast transformer over codebooks."""

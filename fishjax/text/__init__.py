@@ -1,0 +1,1 @@
+"""Text to prompt: tokenizer, prompt matrices, splitting of long text."""

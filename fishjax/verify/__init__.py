@@ -1,0 +1,1 @@
+"""`python -m fishjax verify`: replay recorded numbers of the reference implementation through fishjax."""

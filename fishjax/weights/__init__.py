@@ -1,0 +1,1 @@
+"""Model folders: reading, converting, quantising, storing."""
