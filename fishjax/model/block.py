@@ -1,0 +1,79 @@
+"""One pre-norm transformer block, used by both transformers: attention with fused wqkv, then SwiGLU.
+
+The block knows nothing of caches: it makes q, k, v (rotated) and hands them to an `attend` function of its
+caller, which decides what is remembered and what is seen.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from fishjax.config import TransformerConfig
+from fishjax.model.layers import FeedForward, HeadRMSNorm, Linear, RMSNorm, apply_rope, rope_table
+
+# (q_BTHd, k_BTGd, v_BTGd) -> o_BTHd
+AttendFn = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
+
+_MASKED = -1e30  # finite, so that a row that sees nothing (padding) stays finite and differentiable
+
+
+class Attention(nnx.Module):
+    """Grouped-query attention: rows of `wqkv` are all query heads, then key heads, then value heads."""
+
+    def __init__(self, config: TransformerConfig, *, dtype=jnp.float32, rngs: nnx.Rngs):
+        self.num_heads, self.num_kv_heads, self.head_dim = config.num_heads, config.num_kv_heads, config.head_dim
+        self.wqkv = Linear(config.dim, config.qkv_dim, use_bias=config.qkv_bias, dtype=dtype, rngs=rngs)
+        self.wo = Linear(config.num_heads * config.head_dim, config.dim, use_bias=config.o_bias, dtype=dtype, rngs=rngs)
+        self.q_norm = HeadRMSNorm(config.head_dim, config.norm_eps, dtype=dtype) if config.qk_norm else None
+        self.k_norm = HeadRMSNorm(config.head_dim, config.norm_eps, dtype=dtype) if config.qk_norm else None
+
+    def __call__(self, x_BTD: jax.Array, table_BTd2: jax.Array, attend: AttendFn) -> jax.Array:
+        heads_BTHd = self.wqkv(x_BTD).reshape(*x_BTD.shape[:2], -1, self.head_dim)
+        q_BTHd, k_BTGd, v_BTGd = jnp.split(heads_BTHd, [self.num_heads, self.num_heads + self.num_kv_heads], axis=2)
+        if self.q_norm is not None and self.k_norm is not None:
+            q_BTHd, k_BTGd = self.q_norm(q_BTHd), self.k_norm(k_BTGd)
+        o_BTHd = attend(apply_rope(q_BTHd, table_BTd2), apply_rope(k_BTGd, table_BTd2), v_BTGd)
+        return self.wo(o_BTHd.reshape(*x_BTD.shape[:2], -1))
+
+
+class Block(nnx.Module):
+    """x + attention(norm(x)), then x + feed_forward(norm(x))."""
+
+    def __init__(self, config: TransformerConfig, *, dtype=jnp.float32, rngs: nnx.Rngs):
+        self.attention_norm = RMSNorm(config.dim, config.norm_eps, dtype=dtype)
+        self.attention = Attention(config, dtype=dtype, rngs=rngs)
+        self.ffn_norm = RMSNorm(config.dim, config.norm_eps, dtype=dtype)
+        self.feed_forward = FeedForward(config.dim, config.ffn_dim, dtype=dtype, rngs=rngs)
+
+    def __call__(self, x_BTD: jax.Array, table_BTd2: jax.Array, attend: AttendFn) -> jax.Array:
+        x_BTD = x_BTD + self.attention(self.attention_norm(x_BTD), table_BTd2, attend)
+        return x_BTD + self.feed_forward(self.ffn_norm(x_BTD))
+
+
+def attend_masked(
+    q_BTHd: jax.Array, k_BGSd: jax.Array, v_BGSd: jax.Array, mask_BTS: jax.Array, *, score_dtype=jnp.float32
+) -> jax.Array:
+    """softmax(q k^T / sqrt(d)) v where `mask_BTS` (B or 1, T, S) is true; o_BTHd in the dtype of q.
+
+    Scores and weights are rounded to `score_dtype` (float32 for the slow transformer; the fast one rounds to
+    the working dtype, as its reference does). Query head h reads key/value head h // (H / G).
+    """
+    batch, length, num_heads, head_dim = q_BTHd.shape
+    q_BTGRd = q_BTHd.reshape(batch, length, k_BGSd.shape[1], -1, head_dim)
+    scores = jnp.einsum("btgrd,bgsd->bgrts", q_BTGRd, k_BGSd, preferred_element_type=jnp.float32)
+    scores = (scores.astype(score_dtype) * head_dim**-0.5).astype(jnp.float32)
+    weights = jax.nn.softmax(jnp.where(mask_BTS[:, None, None], scores, _MASKED), axis=-1).astype(score_dtype)
+    o_BTGRd = jnp.einsum("bgrts,bgsd->btgrd", weights, v_BGSd, preferred_element_type=jnp.float32)
+    return o_BTGRd.reshape(batch, length, num_heads, head_dim).astype(q_BTHd.dtype)
+
+
+@functools.lru_cache(maxsize=16)
+def cached_rope_table(num_positions: int, head_dim: int, base: float) -> np.ndarray:
+    """`rope_table`, built once per shape: it becomes a constant of the compiled program."""
+    return rope_table(num_positions, head_dim, base)
