@@ -34,6 +34,7 @@ class Attention(nnx.Module):
         self.k_norm = HeadRMSNorm(config.head_dim, config.norm_eps, dtype=dtype) if config.qk_norm else None
 
     def __call__(self, x_BTD: jax.Array, table_BTd2: jax.Array, attend: AttendFn) -> jax.Array:
+        """x_BTD -> o_BTD; `table_BTd2` holds the rotary rows of the T positions."""
         heads_BTHd = self.wqkv(x_BTD).reshape(*x_BTD.shape[:2], -1, self.head_dim)
         q_BTHd, k_BTGd, v_BTGd = jnp.split(heads_BTHd, [self.num_heads, self.num_heads + self.num_kv_heads], axis=2)
         if self.q_norm is not None and self.k_norm is not None:
@@ -52,6 +53,7 @@ class Block(nnx.Module):
         self.feed_forward = FeedForward(config.dim, config.ffn_dim, dtype=dtype, rngs=rngs)
 
     def __call__(self, x_BTD: jax.Array, table_BTd2: jax.Array, attend: AttendFn) -> jax.Array:
+        """x_BTD -> x_BTD; `table_BTd2` holds the rotary rows of the T positions."""
         x_BTD = x_BTD + self.attention(self.attention_norm(x_BTD), table_BTd2, attend)
         return x_BTD + self.feed_forward(self.ffn_norm(x_BTD))
 

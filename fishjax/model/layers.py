@@ -22,11 +22,11 @@ from pallas_kernels import matmul
 class Linear(nnx.Module):
     """y = x w^T (+ bias). `weight` is an array (N, K) or one of `pallas_kernels`' quantised pytrees."""
 
-    def __init__(self, in_features: int, out_features: int, *, use_bias: bool = False, dtype=jnp.float32, rngs: nnx.Rngs):
+    def __init__(
+        self, in_features: int, out_features: int, *, use_bias: bool = False, dtype=jnp.float32, rngs: nnx.Rngs
+    ):
         scale = in_features**-0.5
-        self.weight = nnx.Param(
-            (scale * jax.random.normal(rngs.params(), (out_features, in_features))).astype(dtype)
-        )
+        self.weight = nnx.Param((scale * jax.random.normal(rngs.params(), (out_features, in_features))).astype(dtype))
         self.bias = nnx.Param(jnp.zeros((out_features,), dtype)) if use_bias else None
 
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -76,9 +76,11 @@ def rope_table(num_positions: int, head_dim: int, base: float) -> np.ndarray:
 
     Built with NumPy on the host on purpose: angles must be float32 products (float64 angles change
     thousands of entries) and the table bfloat16 even in a float32 model (the reference's precision).
+    The powers are rounded to float32 from float64: NumPy's float32 power is a last bit off the reference's,
+    and one changed frequency moves every later angle.
     """
     exponents = np.arange(0, head_dim, 2, dtype=np.float32)[: head_dim // 2] / np.float32(head_dim)
-    freqs = np.float32(1.0) / np.power(np.float32(base), exponents, dtype=np.float32)
+    freqs = np.float32(1.0) / np.power(float(base), exponents.astype(np.float64)).astype(np.float32)
     angles = np.outer(np.arange(num_positions, dtype=np.float32), freqs).astype(np.float32)
     return np.stack([np.cos(angles), np.sin(angles)], axis=-1).astype(ml_dtypes.bfloat16)
 
