@@ -13,15 +13,19 @@ import jax.numpy as jnp
 
 from fishjax.config import ModelConfig
 from fishjax.model.block import attend_masked
+from pallas_kernels import ScaledKV, decode_attention, quantize_kv
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class KVCache:
-    """Per layer `k_BGSd` (after norm and rotation) and `v_BGSd`: slots, kv heads, positions, head width."""
+    """Per layer `k_BGSd` (after norm and rotation) and `v_BGSd`: slots, kv heads, positions, head width.
 
-    k_BGSd: tuple[jax.Array, ...]
-    v_BGSd: tuple[jax.Array, ...]
+    Each is an array, or `ScaledKV` for FP8.
+    """
+
+    k_BGSd: tuple[jax.Array | ScaledKV, ...]
+    v_BGSd: tuple[jax.Array | ScaledKV, ...]
 
     @property
     def max_len(self) -> int:
@@ -30,24 +34,44 @@ class KVCache:
 
 
 def init_cache(config: ModelConfig, batch: int, max_len: int, dtype=jnp.float32) -> KVCache:
-    """An all-zero cache of `batch` slots with `max_len` positions each."""
+    """An all-zero cache of `batch` slots with `max_len` positions each; `dtype` float8_e4m3fn gives `ScaledKV`."""
     slow = config.slow
     shape = (batch, slow.num_kv_heads, max_len, slow.head_dim)
-    zeros = [jnp.zeros(shape, dtype) for _ in range(2 * slow.num_layers)]
-    return KVCache(k_BGSd=tuple(zeros[::2]), v_BGSd=tuple(zeros[1::2]))
+
+    def zeros() -> jax.Array | ScaledKV:
+        if jnp.dtype(dtype) == jnp.float8_e4m3fn:
+            return ScaledKV(jnp.zeros(shape, jnp.float8_e4m3fn), jnp.ones(shape[:3], jnp.float32))
+        return jnp.zeros(shape, dtype)
+
+    layers = range(slow.num_layers)
+    return KVCache(k_BGSd=tuple(zeros() for _ in layers), v_BGSd=tuple(zeros() for _ in layers))
 
 
-def write(cache_BGSd: jax.Array, rows_BTGd: jax.Array, start_B: jax.Array) -> jax.Array:
+def write(cache: jax.Array | ScaledKV, rows_BTGd: jax.Array, start_B: jax.Array) -> jax.Array | ScaledKV:
     """Put T rows of each slot at its positions start .. start + T - 1; rows that fall outside are dropped."""
     batch, length = rows_BTGd.shape[:2]
     slots_B1 = jnp.arange(batch)[:, None]
     positions_BT = start_B[:, None] + jnp.arange(length)
-    rows_BTGd = rows_BTGd.astype(cache_BGSd.dtype)
-    return cache_BGSd.at[slots_B1, :, positions_BT].set(rows_BTGd, mode="drop", unique_indices=True)
+
+    def put(buffer: jax.Array, rows_BTG: jax.Array) -> jax.Array:
+        rows_BTG = rows_BTG.astype(buffer.dtype)
+        return buffer.at[slots_B1, :, positions_BT].set(rows_BTG, mode="drop", unique_indices=True)
+
+    if isinstance(cache, ScaledKV):
+        rows = quantize_kv(rows_BTGd)
+        return ScaledKV(put(cache.values_BGSd, rows.values_BGSd), put(cache.scale_BGS, rows.scale_BGS))
+    return put(cache, rows_BTGd)
 
 
-def attend_cached(q_BTHd: jax.Array, k_BGSd: jax.Array, v_BGSd: jax.Array, start_B: jax.Array) -> jax.Array:
+def attend_cached(
+    q_BTHd: jax.Array, k_BGSd: jax.Array | ScaledKV, v_BGSd: jax.Array | ScaledKV, start_B: jax.Array
+) -> jax.Array:
     """Attention of T queries at positions start .. start + T - 1 over the cache rows at or before each one."""
+    if isinstance(k_BGSd, ScaledKV) and isinstance(v_BGSd, ScaledKV):
+        if q_BTHd.shape[1] == 1:
+            return decode_attention(q_BTHd[:, 0], k_BGSd, v_BGSd, start_B + 1)[:, None]
+        k_BGSd, v_BGSd = (half.dequantize().astype(q_BTHd.dtype) for half in (k_BGSd, v_BGSd))
+    assert not isinstance(k_BGSd, ScaledKV) and not isinstance(v_BGSd, ScaledKV)
     positions_BT = start_B[:, None] + jnp.arange(q_BTHd.shape[1])
     mask_BTS = jnp.arange(k_BGSd.shape[2]) <= positions_BT[:, :, None]
     return attend_masked(q_BTHd, k_BGSd, v_BGSd, mask_BTS)
