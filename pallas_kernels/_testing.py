@@ -1,0 +1,111 @@
+"""What tests and benchmarks share: the error measure, bounds with their reasons, float64 oracles, hard inputs.
+
+NumPy only, so that an oracle never depends on the compiler it judges.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import ml_dtypes
+import numpy as np
+
+
+@dataclass(frozen=True, slots=True)
+class Tolerance:
+    """A bound and why it is what it is."""
+
+    bound: float
+    reason: str
+
+
+TOLERANCES: dict[tuple[str, str], Tolerance] = {
+    # (op or "matmul", output dtype) -> bound on rel_err
+    ("matmul", "bfloat16"): Tolerance(2e-3, "rounding the output to bfloat16 alone gives 1.7e-3"),
+    ("matmul", "float32"): Tolerance(
+        1e-5, "float32 sums of up to 9,728 terms stay near 1e-6; a short accumulator does not"
+    ),
+    ("swiglu_mlp", "bfloat16"): Tolerance(
+        3e-3, "output rounding, plus inner values on an FP8 rounding boundary that fall to the other side (about 1e-3)"
+    ),
+    ("swiglu_mlp", "float32"): Tolerance(2e-3, "inner values on an FP8 rounding boundary that fall to the other side"),
+    ("decode_attention", "bfloat16"): Tolerance(
+        4e-3, "output rounding, plus probabilities rounded to bfloat16 by a kernel"
+    ),
+    ("decode_attention", "float32"): Tolerance(1e-5, "float32 softmax and sums over at most 32,768 positions"),
+}
+
+ADVERSARIAL = Tolerance(
+    2.0**-12,
+    "c in max|y - ref| <= c sum|x||w| over same-sign runs that cancel at the end: an accumulator of 14 bits over all "
+    "of K = 9,728 gives 1e-2 and more, promoted every 128 it gives 1e-4, float32 under 1e-6; bfloat16 output adds "
+    "nothing because the sum cancels",
+)
+
+
+def rel_err(y: np.ndarray, ref: np.ndarray) -> float:
+    """Frobenius norm of y - ref over that of ref, in float64. NaN when y has one, so that no bound holds."""
+    y, ref = np.asarray(y).astype(np.float64), np.asarray(ref).astype(np.float64)
+    norm = np.linalg.norm(ref)
+    return float(np.linalg.norm(y - ref) / (norm if norm else 1.0))
+
+
+def block_dequant(values_NK: np.ndarray, scale_NbKb: np.ndarray, block: tuple[int, int]) -> np.ndarray:
+    """Float64 (N, K) from e4m3 values and one scale per block."""
+    num_rows, width = values_NK.shape
+    rows, columns = np.arange(num_rows) // block[0], np.arange(width) // block[1]
+    return values_NK.astype(np.float64) * scale_NbKb.astype(np.float64)[rows[:, None], columns[None]]
+
+
+def mx_dequant(values_NK: np.ndarray, byte_NKb: np.ndarray) -> np.ndarray:
+    """Float64 (N, K) from e4m3 values and E8M0 bytes: the specification's rule, by exponent arithmetic."""
+    byte = np.repeat(byte_NKb.astype(np.int64), 32, axis=1)
+    return np.where(byte == 255, np.nan, np.ldexp(values_NK.astype(np.float64), (byte - 127).astype(np.int32)))
+
+
+def e4m3_rows(x_MK: np.ndarray, group: int = 128) -> tuple[np.ndarray, np.ndarray]:
+    """Float64 twin of quantize_blocks((1, group)) for finite input: (e4m3 values, float32 scales)."""
+    grouped = x_MK.astype(np.float32).reshape(x_MK.shape[0], -1, group)
+    amax = np.abs(grouped).max(-1)
+    scale = np.where(amax == 0, np.float32(1), np.maximum(amax / np.float32(448), np.float32(2.0**-126)))
+    values = np.clip(grouped / scale[..., None], -448, 448).astype(ml_dtypes.float8_e4m3fn)
+    return values.reshape(x_MK.shape), scale.astype(np.float32)
+
+
+def swiglu_oracle(
+    x_MD: np.ndarray, gate_up: tuple[np.ndarray, np.ndarray], down: tuple[np.ndarray, np.ndarray]
+) -> np.ndarray:
+    """Float64 SwiGLU on block-scaled weights (values, 128 x 128 scales), both activations quantised 1 x 128."""
+    w_gate_up, w_down = (block_dequant(*w, (128, 128)) for w in (gate_up, down))
+    h = block_dequant(*e4m3_rows(x_MD), (1, 128)) @ w_gate_up.T
+    gate, up = np.split(h, 2, axis=1)
+    a = gate / (1 + np.exp(-gate)) * up
+    return block_dequant(*e4m3_rows(a), (1, 128)) @ w_down.T
+
+
+def attention_oracle(
+    q_BHd: np.ndarray, k_BGSd: np.ndarray, v_BGSd: np.ndarray, lengths_B: np.ndarray, scale: float | None = None
+) -> np.ndarray:
+    """Float64 decode attention over the first `lengths_B[b]` positions of each slot; zeros for length 0."""
+    B, H, d = q_BHd.shape
+    repeat = H // k_BGSd.shape[1]
+    out = np.zeros((B, H, d))
+    for b, length in enumerate(lengths_B):
+        for h in range(H if length else 0):
+            k, v = (c[b, h // repeat, :length].astype(np.float64) for c in (k_BGSd, v_BGSd))
+            logits = (d**-0.5 if scale is None else scale) * (k @ q_BHd[b, h].astype(np.float64))
+            p = np.exp(logits - logits.max())
+            out[b, h] = p @ v / p.sum()
+    return out
+
+
+def adversarial_signs(rng: np.random.Generator, M: int, N: int, K: int) -> tuple[np.ndarray, np.ndarray]:
+    """x (M, K) and w (N, K), exact in e4m3, whose products are positive over the first half of K and then undo it.
+
+    The running sum climbs to about half of sum|x||w| and comes back near zero: whoever loses low bits on the way up
+    cannot get them back.
+    """
+    grid = np.array([1.0, 1.125, 1.25, 1.375, 1.5, 1.625, 1.75, 1.875], np.float32)
+    x = rng.choice(grid, (M, K // 2))
+    w = rng.choice(grid, (N, K // 2))
+    return np.concatenate([x, x[:, rng.permutation(K // 2)]], 1), np.concatenate([w, -w[:, rng.permutation(K // 2)]], 1)

@@ -1,0 +1,1 @@
+"""block_scaled_matmul: see README.md for the data flow and reference.py for the formula."""

@@ -1,0 +1,1 @@
+"""decode_attention: see README.md for the data flow and reference.py for the formula."""

@@ -1,0 +1,1 @@
+"""quantize_blocks: see README.md for the data flow and reference.py for the formula."""

@@ -1,0 +1,1 @@
+"""quantize_mx: see README.md for the data flow and reference.py for the formula."""

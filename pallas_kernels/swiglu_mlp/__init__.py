@@ -1,0 +1,1 @@
+"""swiglu_mlp: see README.md for the data flow and reference.py for the formula."""
