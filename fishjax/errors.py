@@ -33,6 +33,14 @@ class Draining(FishjaxError):
     """The server is shutting down and takes no new work."""
 
 
+class NotReady(FishjaxError):
+    """The server cannot take work: it is still warming up, or its engine has failed."""
+
+
+class SlowReader(FishjaxError):
+    """The caller fell too far behind the sound that waits for it and was cut off."""
+
+
 class DeadlineExceeded(FishjaxError):
     """The caller's deadline passed before the work was done."""
 

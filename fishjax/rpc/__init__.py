@@ -1,0 +1,1 @@
+"""The wire format; generated, never edited: `protos/generate.py` writes it."""
