@@ -109,7 +109,7 @@ class MxScaled(_ArrayLike):
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, slots=True)
 class ScaledKV(_ArrayLike):
-    """One half of an FP8 key/value cache: values_BGSd float8_e4m3fn, scale_BGS float32, one per (slot, head, position)."""
+    """FP8 keys or values: values_BGSd float8_e4m3fn; scale_BGS float32, one per (slot, kv head, position)."""
 
     values_BGSd: jax.Array
     scale_BGS: jax.Array

@@ -1,6 +1,6 @@
 """y = x w^T on FP8 operands with block scales: the formula.
 
-    y[m, n] = sum over blocks kb of  x_scale[m, kb] * w_scale[n / 128, kb] * (sum over the 128 k of kb  x[m, k] * w[n, k])
+    y[m, n] = sum over blocks kb of  x_scale[m, kb] * w_scale[n / 128, kb] * (sum over its 128 k of  x[m, k] * w[n, k])
 
 Scale layout: x_scale is (M, K / 128), one per row and 128 columns; w_scale is (ceil(N / 128), K / 128), one per
 128 x 128 block. Everything is float32. Kernels must add up at most 128 products in the tensor core's short

@@ -20,7 +20,7 @@ from ..types import ScaledKV
 
 
 def quantize_kv(x_BGSd: jax.Array) -> ScaledKV:
-    """Keys or values to FP8, one scale per (slot, kv head, position): amax / 448, or 1 when the vector is zero."""
+    """Keys or values to FP8, one scale per (slot, kv head, position): the rule of quantize_blocks."""
     values, scale = scale_and_round(x_BGSd.astype(jnp.float32), axes=(-1,))
     return ScaledKV(values, scale[..., 0])
 

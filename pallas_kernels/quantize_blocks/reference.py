@@ -1,8 +1,8 @@
 """Float32 to FP8 with one float32 scale per block: the formula.
 
     amax  = max |x| over the finite elements of the block        (1 x 128: activations, 128 x 128: weights)
-    scale = max(amax / 448, 2^-126), or 1 when amax is 0
-    value = e4m3(x / scale), round half to even
+    scale = max(amax * float32(1 / 448), 2^-126), or 1 when amax is 0
+    value = e4m3(clip(x / scale, -448, 448)), round half to even
 
 Scale layout: scale[i, j] covers rows i * block[0] ... and columns j * 128 ...; the last row of blocks may be short.
 
@@ -16,10 +16,12 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from ..types import BLOCK, E4M3_MAX, BlockScaled
 
 SMALLEST_SCALE = 2.0**-126
+INVERSE_MAX = np.float32(1.0 / E4M3_MAX)  # a product, because compilers turn the division into it anyway
 
 
 def quantize_blocks(x_NK: jax.Array, block: tuple[int, int]) -> BlockScaled:
@@ -35,6 +37,6 @@ def scale_and_round(x: jax.Array, axes: tuple[int, ...]) -> tuple[jax.Array, jax
     """The formula over any axes of a float32 array: (e4m3 values, float32 scale with `axes` of length 1)."""
     finite = jnp.isfinite(x)
     amax = jnp.max(jnp.where(finite, jnp.abs(x), 0.0), axis=axes, keepdims=True)
-    scale = jnp.where(amax == 0.0, 1.0, jnp.maximum(amax / E4M3_MAX, SMALLEST_SCALE))
+    scale = jnp.where(amax == 0.0, 1.0, jnp.maximum(amax * INVERSE_MAX, SMALLEST_SCALE))
     quotient = jnp.clip(x / scale, -E4M3_MAX, E4M3_MAX)
     return jnp.where(finite, quotient, jnp.nan).astype(jnp.float8_e4m3fn), scale

@@ -31,7 +31,7 @@ def swiglu_mlp(
       NotImplementedError: the back end asked for cannot run.
     """
     kinds = {kind for w in (w_gate_up, w_down) for kind in (BlockScaled, MxScaled) if isinstance(w, kind)}
-    if kinds and not all(isinstance(w, tuple(kinds)) for w in (w_gate_up, w_down)) or len(kinds) > 1:
+    if (kinds and not all(isinstance(w, tuple(kinds)) for w in (w_gate_up, w_down))) or len(kinds) > 1:
         raise ValueError(
             f"{OP}: both weights must be of one kind, got {type(w_gate_up).__name__}, {type(w_down).__name__}"
         )
@@ -40,7 +40,7 @@ def swiglu_mlp(
     dim, ffn_dim = w_down.shape
     if w_gate_up.shape != (2 * ffn_dim, dim) or x_MD.shape[1] != dim:
         raise ValueError(
-            f"{OP}: x {x_MD.shape}, w_gate_up {w_gate_up.shape} and w_down {w_down.shape} are not (M, D), (2F, D), (D, F)"
+            f"{OP}: x {x_MD.shape}, w_gate_up {w_gate_up.shape}, w_down {w_down.shape} are not (M, D), (2F, D), (D, F)"
         )
     multiple = BLOCK if BlockScaled in kinds else MX_BLOCK if MxScaled in kinds else 1
     if dim % multiple or ffn_dim % multiple:

@@ -1,0 +1,65 @@
+"""The one place that chooses: explicit back ends run or say why; None takes the list in order and says so once."""
+
+import logging
+
+import jax.numpy as jnp
+import pytest
+
+import pallas_kernels as pk
+from pallas_kernels import _dispatch
+from pallas_kernels._dispatch import Backend
+
+
+@pytest.fixture(autouse=True)
+def forget_what_was_said():
+    _dispatch._say_once.cache_clear()
+    yield
+    _dispatch._say_once.cache_clear()
+
+
+def calls():
+    x = jnp.ones((2, 128), jnp.bfloat16)
+    w = pk.quantize_blocks(jnp.ones((128, 128)), (128, 128))
+    gate_up = pk.quantize_blocks(jnp.ones((256, 128)), (128, 128))
+    kv = jnp.ones((2, 1, 64, 64), jnp.bfloat16)
+    return {
+        "quantize_blocks": lambda b: pk.quantize_blocks(x, backend=b),
+        "quantize_mx": lambda b: pk.quantize_mx(x, backend=b),
+        "block_scaled_matmul": lambda b: pk.block_scaled_matmul(x, w, backend=b),
+        "mx_matmul": lambda b: pk.mx_matmul(x, pk.quantize_mx(jnp.ones((64, 128))), backend=b),
+        "swiglu_mlp": lambda b: pk.swiglu_mlp(x, gate_up, w, backend=b),
+        "decode_attention": lambda b: pk.decode_attention(
+            jnp.ones((2, 2, 64), jnp.bfloat16), kv, kv, jnp.ones(2, int), backend=b
+        ),
+    }
+
+
+@pytest.mark.parametrize("op", list(_dispatch.DEFAULT_ORDER))
+def test_explicit_mosaic_says_why_it_cannot_run_here(op):
+    with pytest.raises(NotImplementedError, match=f"{op}: backend 'mosaic' cannot run: .{{20,}}"):
+        calls()[op]("mosaic")
+
+
+@pytest.mark.parametrize("op", list(_dispatch.DEFAULT_ORDER))
+def test_an_unknown_back_end_is_named(op):
+    with pytest.raises(ValueError, match="'triton' is not one of 'reference', 'mosaic' or None"):
+        calls()[op]("triton")
+
+
+def test_none_takes_the_list_in_order_and_says_once(monkeypatch, caplog):
+    monkeypatch.setitem(_dispatch.DEFAULT_ORDER, "mx_matmul", (Backend.MOSAIC, Backend.REFERENCE))
+    with caplog.at_level(logging.INFO, logger="pallas_kernels"):
+        assert _dispatch.choose("mx_matmul", None, lambda: "needs more") is Backend.REFERENCE
+        assert _dispatch.choose("mx_matmul", None, lambda: "needs more") is Backend.REFERENCE
+        assert _dispatch.choose("mx_matmul", None, lambda: None) is Backend.MOSAIC
+    assert [r.message for r in caplog.records] == [
+        "mx_matmul runs on reference (mosaic needs more)",
+        "mx_matmul runs on mosaic",
+    ]
+
+
+def test_explicit_choices_are_taken_without_a_word(caplog):
+    with caplog.at_level(logging.INFO, logger="pallas_kernels"):
+        assert _dispatch.choose("mx_matmul", "reference", lambda: "no") is Backend.REFERENCE
+        assert _dispatch.choose("mx_matmul", Backend.MOSAIC, lambda: None) is Backend.MOSAIC
+    assert not caplog.records
