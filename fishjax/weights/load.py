@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from flax import nnx
 
 from fishjax.config import ModelConfig, read_json
 from fishjax.model.dual_ar import DualAR
+from fishjax.text.tokenizer import Tokenizer
 from fishjax.weights.assign import assign, parameters, raise_if_wrong
 from fishjax.weights.files import StoredTensor, read_checkpoint
 from fishjax.weights.names import layout_of, to_ours, to_public
@@ -95,16 +96,13 @@ def _joined(parts: list[Any]) -> Any:
     return StoredTensor(shape, lambda: np.concatenate([np.asarray(part) for part in parts], axis=0))
 
 
-def _semantic_ids(folder: Path) -> list[int]:
+def _semantic_ids(folder: Path) -> tuple[int, ...]:
     """Ids of `<|semantic:i|>` in the tokenizer of a folder: `tokenizer.json`, else S1's `special_tokens.json`."""
-    tokenizer, specials = folder / "tokenizer.json", folder / "special_tokens.json"
-    if tokenizer.exists():
-        raw = read_json(tokenizer)
-        vocabulary = raw.get("model", {}).get("vocab", {})
-        named: Iterable[tuple[str, int]] = [(token["content"], token["id"]) for token in raw.get("added_tokens", [])]
-        named = [*named, *(vocabulary.items() if isinstance(vocabulary, dict) else [])]
-    elif specials.exists():
-        named = read_json(specials).items()
-    else:
-        return []
-    return [int(id_) for token, id_ in named if _SEMANTIC_TOKEN.fullmatch(token)]
+    tokenizer_path, specials_path = folder / "tokenizer.json", folder / "special_tokens.json"
+    if tokenizer_path.exists():
+        tokenizer = Tokenizer.from_file(tokenizer_path)
+        return tokenizer.semantic_begin_id, tokenizer.semantic_end_id
+    if specials_path.exists():
+        named = read_json(specials_path)
+        return tuple(int(id_) for token, id_ in named.items() if _SEMANTIC_TOKEN.fullmatch(token))
+    return ()
