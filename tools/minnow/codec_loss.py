@@ -1,0 +1,116 @@
+"""The codec's training pass: quantiser with straight-through gradients, and spectral losses in float32."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from fishjax.codec import Codec
+from tools.minnow.judge import mel_filters
+
+_SCALES = ((32, 5), (64, 10), (128, 20), (256, 40), (512, 80), (1024, 160), (2048, 320))  # window, mel bands
+_LINEAR_SCALES = (512, 1024, 2048)
+_MIN_USE = 0.15  # mean uses a step below which an entry is dead
+
+
+def cast_for_compute(params: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    """bfloat16 for everything but the books (projections and entries), which stay float32."""
+    books = ("quantizer.semantic_quantizer.", "quantizer.quantizer.")
+    return {name: p if name.startswith(books) else p.astype(jnp.bfloat16) for name, p in params.items()}
+
+
+def reconstruct(codec: Codec, audio_BT: jax.Array, key: jax.Array, quantise: jax.Array) -> dict[str, jax.Array]:
+    """One pass with gradients: sound, commitment and codebook losses, codes_KBT, latents_KBTE (unprojected).
+
+    `quantise` (bool scalar) false runs the books as a plain linear bottleneck. Half of the rows use a random
+    number of books, so that the first ones carry the most.
+    """
+    quantizer = codec.quantizer
+    books = quantizer.books()
+    rest = quantizer.pre_module(quantizer.shrink(codec.encoder(audio_BT[..., None]))).astype(jnp.float32)
+    batch = audio_BT.shape[0]
+    count_key, drop_key = jax.random.split(key)
+    used_B = jnp.where(
+        jax.random.uniform(drop_key, (batch,)) < 0.5, jax.random.randint(count_key, (batch,), 1, len(books)), len(books)
+    )
+    total, commitment, codebook, codes, latents = jnp.zeros_like(rest), 0.0, 0.0, [], []
+    for index, book in enumerate(books):
+        on_B11 = (index < used_B)[:, None, None].astype(jnp.float32)
+        latent = book.in_proj(rest)
+        code = book.nearest(jax.lax.stop_gradient(latent))
+        entry = book.codebook(code)
+        commitment += jnp.mean(on_B11 * jnp.square(latent - jax.lax.stop_gradient(entry)))
+        codebook += jnp.mean(on_B11 * jnp.square(jax.lax.stop_gradient(latent) - entry))
+        straight = latent + jax.lax.stop_gradient(jnp.where(quantise, entry - latent, 0.0))
+        out = on_B11 * book.out_proj(straight)
+        rest, total = rest - out, total + out
+        codes.append(code)
+        latents.append(jax.lax.stop_gradient(latent))
+    hidden = quantizer.expand(quantizer.post_module(total.astype(jnp.bfloat16)), None)[0]
+    return {
+        "audio_BT": codec.decoder(hidden)[..., 0].astype(jnp.float32),
+        "commitment": commitment / len(books),
+        "codebook": codebook / len(books),
+        "codes_KBT": jnp.stack(codes),
+        "latents_KBTE": jnp.stack(latents),
+    }
+
+
+def spectrum(audio_BT: jax.Array, window: int) -> jax.Array:
+    """Magnitudes (B, frames, window / 2 + 1), hop window / 4, Hann, scaled as if the window were 1,024 long."""
+    hop, batch = window // 4, audio_BT.shape[0]
+    blocks = audio_BT.reshape(batch, -1, hop)
+    count = blocks.shape[1] - 3
+    frames = jnp.concatenate([blocks[:, i : i + count] for i in range(4)], axis=-1)
+    hann = (0.5 - 0.5 * np.cos(2 * np.pi * np.arange(window) / window)).astype(np.float32) * (1024 / window)
+    bins = jnp.fft.rfft(frames * hann, axis=-1)
+    return jnp.sqrt(jnp.square(bins.real) + jnp.square(bins.imag) + 1e-8)
+
+
+def spectral_losses(made_BT: jax.Array, wanted_BT: jax.Array, rate_hz: int) -> dict[str, jax.Array]:
+    """`mel`: log10-mel L1 summed over seven scales; `stft`: linear and log magnitude L1 over three."""
+    mel = stft = jnp.zeros(())
+    for window, bands in _SCALES:
+        made, wanted = spectrum(made_BT, window), spectrum(wanted_BT, window)
+        filters = jnp.asarray(mel_filters(rate_hz, window, bands).T)
+        logs = [jnp.log10(jnp.maximum(s @ filters, 1e-2)) for s in (made, wanted)]
+        mel += jnp.mean(jnp.abs(logs[0] - logs[1]))
+        if window in _LINEAR_SCALES:
+            stft += jnp.mean(jnp.abs(made - wanted)) / (jnp.mean(wanted) + 0.01)
+            logs = [jnp.log10(jnp.maximum(s, 1e-2)) for s in (made, wanted)]
+            stft += jnp.mean(jnp.abs(logs[0] - logs[1]))
+    return {"mel": mel, "stft": stft}
+
+
+def loss(
+    codec: Codec, audio_BT: jax.Array, key: jax.Array, quantise: jax.Array, rate_hz: int
+) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """(what is minimised, the parts and codes for the log and for `refresh_books`)."""
+    parts = reconstruct(codec, audio_BT, key, quantise)
+    parts |= spectral_losses(parts.pop("audio_BT"), audio_BT, rate_hz)
+    on = quantise.astype(jnp.float32)
+    total = 15 / 7 * parts["mel"] + parts["stft"] + on * (0.25 * parts["commitment"] + parts["codebook"])
+    return total, {**parts, "loss": total}
+
+
+def refresh_books(
+    params: dict[str, jax.Array], use_KN: jax.Array, parts: dict[str, jax.Array], key: jax.Array, refresh: jax.Array
+) -> tuple[dict[str, jax.Array], jax.Array]:
+    """Counts uses (moving mean over 100 steps) and puts random latents of the batch in place of dead entries.
+
+    `refresh` 2: all entries (no quantising yet), 1: dead ones, 0: none. Returns (params, use_KN).
+    """
+    size = use_KN.shape[1]
+    codes_KN = parts["codes_KBT"].reshape(use_KN.shape[0], -1)
+    counts_KN = jax.vmap(lambda codes: jnp.zeros((size,)).at[codes].add(1.0))(codes_KN)
+    use_KN = 0.99 * use_KN + 0.01 * counts_KN
+    dead_KN = jnp.where(refresh == 2, True, (use_KN < _MIN_USE) & (refresh == 1))
+    names = [name for name in params if name.endswith("codebook.weight")]
+    names.sort(key=lambda name: (0 if "semantic" in name else 1, int(name.split(".")[-3])))
+    params = dict(params)
+    for index, name in enumerate(names):
+        latents = parts["latents_KBTE"][index].reshape(-1, params[name].shape[1])
+        rows = jax.random.randint(jax.random.fold_in(key, index), (size,), 0, latents.shape[0])
+        params[name] = jnp.where(dead_KN[index][:, None], latents[rows], params[name])
+    return params, jnp.where(dead_KN, 1.0, use_KN)
