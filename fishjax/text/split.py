@@ -58,7 +58,8 @@ def clean_text(text: str) -> str:
 
 # A control tag: [laugh], [whisper in small voice], <|speaker:3|>. A bracket longer than this is a text in brackets.
 _TAG = regex.compile(r"\[[^\[\]]{1,300}\]|<\|[^<>|\s]{1,64}\|>")
-_FOLDED = r"[^\S\u00a0\u2007\u202f]"  # white space other than no-break spaces, which hold a word together
+_NO_BREAK = frozenset("\u00a0\u2007\u202f")  # spaces that hold a word together
+_VISIBLE = regex.compile(r"[^\s\p{Z}\p{Cc}\p{Cf}]")
 
 
 class _Rank(IntEnum):
@@ -76,14 +77,15 @@ class _Rank(IntEnum):
 def split_for_speech(text: str, max_bytes: int) -> list[str]:
     """Segments of at most `max_bytes` UTF-8 bytes each, in order: what is spoken as one prompt each.
 
-    White space: runs of spaces, tabs and newlines become one space; no-break spaces stay.
+    White space: runs of spaces, tabs and newlines become one space; a no-break space by itself stays.
     Speakers: every `<|speaker:N|>` begins a turn. Text before the first is a turn without a speaker. Up to five
     turns share a segment, joined by newlines, as in the original. A tag with nothing to say behind it is dropped.
     Length: a turn longer than `max_bytes` is cut at the last end of a sentence that fits, else of a clause, else
     of a word; each piece repeats the turn's speaker tag and is a segment of its own or the beginning of one.
     A word that alone is too long is cut between graphemes (in Chinese, Japanese, Thai and their like, between
     characters). Never cut: graphemes and tags in square brackets; they alone may exceed `max_bytes`.
-    Nothing else is lost: without white space and speaker tags, the segments joined are the text.
+    Nothing else is lost: without white space and speaker tags, the segments joined are the text. (A word cut at
+    graphemes may lose an invisible one.)
 
     Raises InvalidRequest for a text with nothing to say: empty, white space, or speaker tags alone.
     """
@@ -116,16 +118,17 @@ def _turns(text: str) -> Iterator[tuple[str, str]]:
     """(speaker tag or "", what it says); turns with nothing to say are left out."""
     # Lone surrogates (from a broken JSON escape) have no UTF-8: they become U+FFFD.
     text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-    text = regex.sub(rf"{_FOLDED}+", " ", text)
+    text = re.sub(r"\s+", lambda run: run[0] if _NO_BREAK.issuperset(run[0]) else " ", text)
     tags = ["", *SPEAKER_TAG.findall(text)]
     for tag, body in zip(tags, SPEAKER_TAG.split(text), strict=True):
-        if regex.search(r"[^\s\p{Z}\p{Cc}\p{Cf}]", body):
+        if _VISIBLE.search(body):
             # The original keeps a space behind the tag; before a tagless turn there is nothing to keep it for.
-            yield (tag + " ", body.strip(" ")) if tag and body.startswith(" ") else (tag, body.strip(" "))
+            yield (tag + " " if tag and body.startswith(" ") else tag), body.strip()
 
 
 def _cut_turn(tag: str, body: str, max_bytes: int) -> list[str]:
-    return [tag + piece for piece in _cut(body, max(1, max_bytes - _num_bytes(tag)))]
+    pieces = _cut(body, max(1, max_bytes - _num_bytes(tag)))
+    return [tag + piece for piece in pieces if _VISIBLE.search(piece)]
 
 
 def _cut(text: str, max_bytes: int) -> list[str]:
