@@ -1,0 +1,138 @@
+"""A small client of the gRPC service: text in, sound out while it is being made.
+
+    with Client("127.0.0.1:50051") as client:
+        speech = client.synthesize("open the door please")
+        for chunk in speech:
+            play(chunk.samples, speech.header.sample_rate_hz)
+        print(speech.summary.num_frames)
+
+Errors are the service's own: `grpc.RpcError`, whose `details()` is a sentence.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+import numpy as np
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from fishjax.rpc.v1 import tts_pb2, tts_pb2_grpc
+
+_MAX_MESSAGE_BYTES = 32 * 1024 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Frames of sound: `data` as it came, `num_frames` of it, from the request's frame `first_frame` on."""
+
+    data: bytes
+    first_frame: int
+    num_frames: int
+
+    @property
+    def samples(self) -> np.ndarray:
+        """int16 (T,), for PCM_S16LE; the first chunk of a WAV has 22 samples of header."""
+        return np.frombuffer(self.data, "<i2")
+
+
+class SpeechStream:
+    """One call: iterate over it once for its chunks. `summary` is there when the iteration is over."""
+
+    def __init__(self, call: Any):
+        self.summary: tts_pb2.Summary | None = None
+        self._call = call
+        self._header: tts_pb2.Header | None = None
+
+    @property
+    def header(self) -> tts_pb2.Header:
+        """Sample rate, format, seed and the request's id; waits for the first message. Raises grpc.RpcError."""
+        if self._header is None:
+            self._header = next(self._call).header
+        assert self._header is not None
+        return self._header
+
+    def __iter__(self) -> Iterator[Chunk]:
+        _ = self.header
+        for message in self._call:
+            match message.WhichOneof("event"):
+                case "audio":
+                    yield Chunk(message.audio.data, message.audio.first_frame, message.audio.num_frames)
+                case "summary":
+                    self.summary = message.summary
+
+    def cancel(self) -> None:
+        """Stop the speech; the server frees its slot. An iteration under way raises grpc.RpcError (CANCELLED)."""
+        self._call.cancel()
+
+
+class Client:
+    """A connection to a server at `target` ("host:port"); without encryption."""
+
+    def __init__(self, target: str):
+        self._channel = grpc.insecure_channel(target, options=[("grpc.max_send_message_length", _MAX_MESSAGE_BYTES)])
+        self._tts = tts_pb2_grpc.TtsStub(self._channel)
+        self._health = health_pb2_grpc.HealthStub(self._channel)
+
+    def synthesize(
+        self,
+        text: str,
+        *,
+        references: Sequence[tuple[bytes | os.PathLike[str], str]] = (),
+        audio_format: tts_pb2.AudioFormat = tts_pb2.PCM_S16LE,
+        temperature: float | None = None,
+        top_p: float | None = None,
+        top_k: int | None = None,
+        seed: int | None = None,
+        max_frames: int | None = None,
+        timeout_s: float | None = None,
+    ) -> SpeechStream:
+        """Speak `text`; returns at once. `references`: clips (a sound file's bytes, or its path) with their words.
+
+        What is None takes the model's default; `timeout_s` limits the whole call, in seconds.
+        """
+        request = tts_pb2.SynthesizeRequest(
+            text=text,
+            references=[
+                tts_pb2.Reference(audio=clip if isinstance(clip, bytes) else Path(clip).read_bytes(), transcript=words)
+                for clip, words in references
+            ],
+            format=audio_format,
+            sampling=tts_pb2.Sampling(
+                temperature=temperature, top_p=top_p, top_k=top_k, seed=seed, max_frames=max_frames
+            ),
+        )
+        return SpeechStream(self._tts.Synthesize(request, timeout=timeout_s))
+
+    def server_info(self, timeout_s: float = 10.0) -> tts_pb2.GetServerInfoResponse:
+        """The server's model, limits and load. Raises grpc.RpcError."""
+        return self._tts.GetServerInfo(tts_pb2.GetServerInfoRequest(), timeout=timeout_s)
+
+    def wait_ready(self, timeout_s: float) -> None:
+        """Wait until the server says SERVING. Raises TimeoutError, saying what it said last."""
+        serving = health_pb2.HealthCheckResponse.SERVING
+        last = "nothing"
+        try:
+            request = health_pb2.HealthCheckRequest()
+            for answer in self._health.Watch(request, timeout=timeout_s, wait_for_ready=True):  # type: ignore[attr-defined]
+                last = health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status)
+                if answer.status == serving:
+                    return
+        except grpc.RpcError as error:
+            if error.code() is not grpc.StatusCode.DEADLINE_EXCEEDED:  # type: ignore[attr-defined]
+                raise
+        raise TimeoutError(f"the server was not ready within {timeout_s:g} s; its health was last: {last}")
+
+    def close(self) -> None:
+        """Close the connection; calls under way are cancelled."""
+        self._channel.close()
+
+    def __enter__(self) -> Client:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

@@ -1,0 +1,1 @@
+"""The gRPC service around a fishjax engine: `python -m serving`."""

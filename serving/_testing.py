@@ -1,0 +1,284 @@
+"""A model that speaks numbers: the engine's verbs and the request logic without JAX, for tests of the service.
+
+A text is spoken one frame a word, and a segment ends at each full stop; "." alone is a segment of no frames. Frame
+`f` of a request with seed `s` is `frame_level(s, f)` throughout, so that any swap of requests or frames shows.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from fishjax.engine.sampling_params import SamplingParams
+from fishjax.errors import InvalidRequest, PromptTooLong
+
+NUM_CODEBOOKS = 3
+
+
+def frame_level(seed: int, frame: int) -> float:
+    """The level of a frame: a multiple of 1/128 in -1..1."""
+    return ((31 * seed + 7 * frame) % 257 - 128) / 128
+
+
+class Gate:
+    """Lets steps through: all of them, or so many."""
+
+    def __init__(self):
+        self._condition = threading.Condition()
+        self._permits: float = float("inf")
+
+    def open(self) -> None:
+        """Let all through."""
+        self._set(float("inf"))
+
+    def close(self) -> None:
+        """Let none through."""
+        self._set(0)
+
+    def allow(self, steps: int = 1) -> None:
+        """Let so many more through."""
+        with self._condition:
+            self._permits += steps
+            self._condition.notify_all()
+
+    def pass_through(self) -> None:
+        """Wait for a permit and use it."""
+        with self._condition:
+            while self._permits < 1:
+                self._condition.wait()
+            self._permits -= 1
+
+    def _set(self, permits: float) -> None:
+        with self._condition:
+            self._permits = permits
+            self._condition.notify_all()
+
+
+@dataclass
+class FakePrefix:
+    """`columns` in the cache; the segment has `frames` frames, `made` of them exist; `next_frame` is the request's."""
+
+    columns: list[int]
+    frames: int
+    sampling: SamplingParams
+    next_frame: int
+    made: int = 0
+
+    def copy(self) -> FakePrefix:
+        """Its own columns."""
+        return FakePrefix(list(self.columns), self.frames, self.sampling, self.next_frame, self.made)
+
+
+@dataclass(frozen=True)
+class FakeStepResult:
+    """As the engine's."""
+
+    codes_BK: np.ndarray
+    is_end_B: np.ndarray
+    audio_Bs: np.ndarray
+
+
+class FakePending:
+    """A step that may have failed: the fault shows when it is read, as on a device."""
+
+    def __init__(self, result: FakeStepResult, fault: Exception | None):
+        self._result, self._fault = result, fault
+
+    def result(self) -> FakeStepResult:
+        """The frames, or the fault."""
+        if self._fault is not None:
+            raise self._fault
+        return self._result
+
+
+@dataclass
+class FakeEngine:
+    """Slots of numbers. Asserts the rules of the verbs: one thread, warm first, insert before step, no freed slot runs.
+
+    `fault` is raised by the result of the next step, `warmup_fault` by the warm-up; `trace` lists the verbs.
+    """
+
+    num_slots: int = 2
+    max_len: int = 64
+    num_codebooks: int = NUM_CODEBOOKS
+    sample_rate_hz: int = 22050
+    samples_per_frame: int = 4
+    model_name: str = "fake"
+    gate: Gate = field(default_factory=Gate)
+    fault: Exception | None = None
+    warmup_fault: Exception | None = None
+    warmup_gate: Gate = field(default_factory=Gate)
+    trace: list[tuple[Any, ...]] = field(default_factory=list)
+    runs: list[tuple[int, ...]] = field(default_factory=list)
+
+    def __post_init__(self):
+        self._slots: list[FakePrefix | None] = [None] * self.num_slots
+        self._thread: int | None = None
+
+    def warmup(self, progress: Callable[[str], None] | None = None) -> None:
+        """Wait for `warmup_gate`."""
+        self._thread = threading.get_ident()
+        self.warmup_gate.pass_through()
+        if self.warmup_fault is not None:
+            raise self.warmup_fault
+        if progress:
+            progress("nothing")
+
+    def prefill(
+        self,
+        columns_CT: np.ndarray,
+        sampling: SamplingParams,
+        *,
+        prefix: FakePrefix | None = None,
+        prefix_length: int = 0,
+        first_frame: int = 0,
+    ) -> FakePrefix:
+        """The last column's row 1 says how many frames the segment has."""
+        self._note("prefill", prefix_length, columns_CT.shape[1], first_frame)
+        held = [] if prefix is None else prefix.columns
+        assert prefix_length <= len(held), f"{prefix_length} columns of {len(held)}"
+        columns = held[:prefix_length] + columns_CT[0].tolist()
+        if len(columns) > self.max_len:
+            raise PromptTooLong(f"the prompt has {len(columns)} columns; a slot holds {self.max_len}: shorten it")
+        return FakePrefix(columns, int(columns_CT[1, -1]), sampling, first_frame)
+
+    def insert(self, prefix: FakePrefix, slot: int) -> None:
+        """Into the slot."""
+        self._note("insert", slot)
+        self._slots[slot] = prefix.copy()
+
+    def step(self, run: Collection[int]) -> FakePending:
+        """One frame of each."""
+        self.gate.pass_through()
+        self._note("step", tuple(run))
+        self.runs.append(tuple(run))
+        codes_BK = np.full((self.num_slots, self.num_codebooks), -1, np.int32)
+        is_end_B = np.zeros(self.num_slots, bool)
+        audio_Bs = np.full((self.num_slots, self.samples_per_frame), np.nan, np.float32)
+        assert len(set(run)) == len(list(run)), f"a slot runs twice: {run}"
+        for slot in run:
+            row = self._slots[slot]
+            assert row is not None, f"slot {slot} runs empty"
+            is_end_B[slot] = row.made >= row.frames
+            codes_BK[slot] = [row.sampling.seed % 1000, row.next_frame, row.made]
+            audio_Bs[slot] = frame_level(row.sampling.seed, row.next_frame)
+            row.columns.append(-1)
+            row.made += 1
+            row.next_frame += 1
+        fault, self.fault = self.fault, None
+        return FakePending(FakeStepResult(codes_BK, is_end_B, audio_Bs), fault)
+
+    def extract(self, slot: int) -> FakePrefix:
+        """A copy."""
+        self._note("extract", slot)
+        row = self._slots[slot]
+        assert row is not None, f"slot {slot} is empty"
+        return row.copy()
+
+    def free(self, slot: int) -> None:
+        """Empty it."""
+        self._note("free", slot)
+        self._slots[slot] = None
+
+    def _note(self, *what: Any) -> None:
+        assert self._thread == threading.get_ident(), f"{what[0]} outside the loop's thread"
+        self.trace.append(what)
+
+
+@dataclass(frozen=True)
+class FakePrompt:
+    """As the request logic's."""
+
+    columns_CT: np.ndarray
+    prefix_length: int
+    first_frame: int
+
+
+@dataclass(frozen=True)
+class FakeAccepted:
+    """As the request logic's."""
+
+    keep: bool
+    segment_done: bool
+    finish_reason: str | None = None
+
+
+class FakeUtterance:
+    """Segments of so many frames, each prompt behind the frames before it. Checks that each frame is its own."""
+
+    def __init__(self, text: str, references: Sequence[str], sampling: SamplingParams):
+        self.sampling = sampling
+        self.references = tuple(references)
+        self.num_frames = 0
+        self.finish_reason: str | None = None
+        parts = [part.split() for part in text.split(".")]
+        if len(parts) > 1 and not parts[-1]:
+            parts.pop()
+        self._segments = [len(words) for words in parts]
+        self._made = 0
+        self._cached = 0
+        self._next: FakePrompt | None = self._prompt(1 + len(references))
+
+    def next_prompt(self) -> FakePrompt | None:
+        """The segment to speak now."""
+        prompt, self._next = self._next, None
+        return prompt
+
+    def accept(self, codes_K: np.ndarray, is_end: bool) -> FakeAccepted:
+        """Count a frame, after checking whose it is."""
+        expected = [self.sampling.seed % 1000, self.num_frames, self._made]
+        assert codes_K.tolist() == expected, f"got frame {codes_K.tolist()} instead of {expected}"
+        if not is_end:
+            self.num_frames += 1
+            self._made += 1
+            if self.num_frames == self.sampling.max_frames:
+                self.finish_reason = "length"
+                return FakeAccepted(True, True, "length")
+            return FakeAccepted(True, False)
+        self._cached += self._made
+        self._segments.pop(0)
+        if self._segments:
+            self._made = 0
+            self._next = self._prompt(1)
+            return FakeAccepted(False, True)
+        self.finish_reason = "stop" if self.num_frames else "empty"
+        return FakeAccepted(False, True, self.finish_reason)
+
+    def _prompt(self, width: int) -> FakePrompt:
+        columns_CT = np.zeros((NUM_CODEBOOKS + 1, width), np.int32)
+        columns_CT[1, -1] = self._segments[0]
+        prompt = FakePrompt(columns_CT, self._cached, self.num_frames)
+        self._cached += width
+        return prompt
+
+
+@dataclass
+class FakeSpeech:
+    """The fake engine with its text side. The word "unpronounceable" is refused."""
+
+    engine: FakeEngine = field(default_factory=FakeEngine)
+    utterances: list[FakeUtterance] = field(default_factory=list)
+    reference_fault: Exception | None = None
+
+    def default_sampling(self, seed: int = 0) -> SamplingParams:
+        """Its own defaults."""
+        return SamplingParams(0.7, 0.9, 20, seed)
+
+    def reference(self, audio_T: np.ndarray, transcript: str) -> str:
+        """Names what it was given."""
+        self.engine._note("reference", audio_T.size)
+        if self.reference_fault is not None:
+            raise self.reference_fault
+        return f"{transcript}:{audio_T.size}"
+
+    def utterance(self, text: str, references: Sequence[str], sampling: SamplingParams) -> FakeUtterance:
+        """Ready to be spoken."""
+        if "unpronounceable" in text:
+            raise InvalidRequest("this text cannot be spoken")
+        utterance = FakeUtterance(text, references, sampling)
+        self.utterances.append(utterance)
+        return utterance

@@ -1,0 +1,45 @@
+"""Everything that can be set about a server, checked once. The slots and their length belong to the engine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fishjax.errors import InvalidRequest
+
+
+@dataclass(frozen=True, slots=True)
+class ServerConfig:
+    """Limits of a server. Raises InvalidRequest for a value out of range."""
+
+    host: str = "127.0.0.1"  # this machine only; 0.0.0.0 opens the server, without encryption, to the network
+    port: int = 50051  # 0: a free one
+    max_queue: int = 64  # requests that may wait for a slot
+    max_starts_per_step: int = 4  # prompts read between two frames: more would make running streams wait
+    slow_reader_s: float = 10.0  # seconds that a reader may fall behind sound that waits for it
+    max_unread_s: float = 60.0  # seconds of sound that may wait for a reader before its slot pauses
+    drain_s: float = 30.0  # seconds that running requests have to end when the server stops
+    failure_linger_s: float = 5.0  # seconds that a process whose engine failed still answers NOT_SERVING
+    max_text_bytes: int = 65_536  # UTF-8
+    max_references: int = 8
+    max_message_bytes: int = 32 * 1024 * 1024  # of a request; what the server sends is far smaller
+    decode_threads: int = 2  # for reference clips and tokenising
+
+    def __post_init__(self):
+        if not 0 <= self.port <= 65_535:
+            raise InvalidRequest(f"port must lie in 0..65535, not {self.port}")
+        for name, low in (
+            ("max_queue", 0),
+            ("max_starts_per_step", 1),
+            ("max_text_bytes", 1),
+            ("max_references", 0),
+            ("max_message_bytes", 1024),
+            ("decode_threads", 1),
+        ):
+            if getattr(self, name) < low:
+                raise InvalidRequest(f"{name} must be at least {low}, not {getattr(self, name)}")
+        for name in ("slow_reader_s", "max_unread_s"):
+            if not getattr(self, name) > 0:
+                raise InvalidRequest(f"{name} must be above 0 seconds, not {getattr(self, name)}")
+        for name in ("drain_s", "failure_linger_s"):
+            if not getattr(self, name) >= 0:
+                raise InvalidRequest(f"{name} must be at least 0 seconds, not {getattr(self, name)}")

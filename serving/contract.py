@@ -1,0 +1,103 @@
+"""What the service asks of a model: `fishjax.speech.SpeechModel` has this shape, and so has a fake in the tests.
+
+Arrays are NumPy. The engine's verbs and `reference` are called from the loop's thread only; `utterance` from any.
+"""
+
+# ruff: noqa: D102 - each method is documented where it is implemented
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from fishjax.engine.sampling_params import SamplingParams
+
+
+class StepResult(Protocol):
+    """One frame of each slot that ran: codes int32 (B, K), whether it is the end bool (B,), samples float32 (B, s)."""
+
+    @property
+    def codes_BK(self) -> np.ndarray: ...
+    @property
+    def is_end_B(self) -> np.ndarray: ...
+    @property
+    def audio_Bs(self) -> np.ndarray: ...
+
+
+class PendingStep(Protocol):
+    """A step on its way."""
+
+    def result(self) -> StepResult:
+        """Block until it is made."""
+        ...
+
+
+class Engine(Protocol):
+    """Fixed slots and five verbs; see `fishjax.engine.engine.Engine`."""
+
+    num_slots: int
+    max_len: int
+    num_codebooks: int
+    sample_rate_hz: int
+    samples_per_frame: int
+    model_name: str
+
+    def warmup(self, progress: Callable[[str], None] | None = None) -> None: ...
+    def prefill(
+        self,
+        columns_CT: np.ndarray,
+        sampling: SamplingParams,
+        *,
+        prefix: Any = None,
+        prefix_length: int = 0,
+        first_frame: int = 0,
+    ) -> Any: ...
+    def insert(self, prefix: Any, slot: int) -> None: ...
+    def step(self, run: Collection[int]) -> PendingStep: ...
+    def extract(self, slot: int) -> Any: ...
+    def free(self, slot: int) -> None: ...
+
+
+class Prompt(Protocol):
+    """Columns int32 (C+1, T) that follow `prefix_length` columns of the slot's cache."""
+
+    @property
+    def columns_CT(self) -> np.ndarray: ...
+    @property
+    def prefix_length(self) -> int: ...
+    @property
+    def first_frame(self) -> int: ...
+
+
+class Accepted(Protocol):
+    """What a frame was; `finish_reason` is a `fishjax.engine.utterance.FinishReason` once the request is over."""
+
+    @property
+    def keep(self) -> bool: ...
+    @property
+    def segment_done(self) -> bool: ...
+    @property
+    def finish_reason(self) -> str | None: ...
+
+
+class Utterance(Protocol):
+    """One request being spoken; see `fishjax.engine.utterance.Utterance`."""
+
+    @property
+    def sampling(self) -> SamplingParams: ...
+    @property
+    def num_frames(self) -> int: ...
+    def next_prompt(self) -> Prompt | None: ...
+    def accept(self, codes_K: np.ndarray, is_end: bool) -> Accepted: ...
+
+
+class Speech(Protocol):
+    """An engine and the text side of its model."""
+
+    @property
+    def engine(self) -> Engine: ...
+    def default_sampling(self, seed: int = 0) -> SamplingParams: ...
+    def reference(self, audio_T: np.ndarray, transcript: str) -> Any: ...
+    def utterance(self, text: str, references: Sequence[Any], sampling: SamplingParams) -> Utterance: ...

@@ -1,0 +1,342 @@
+"""The one thread that drives the engine: plan, dispatch a step, hand out the step before.
+
+    plan -> free, prefill, insert -> step (dispatched) -> read the previous step -> frames to their requests -> plan ...
+
+A step's results are read after the next one is dispatched, so that the device never waits for Python; what the next
+one then made of a request that was over is dropped as stale. A fault of the device ends the loop: everybody is told,
+the state turns FAILED, and only a new process helps. Knows nothing of gRPC, asyncio or sample formats.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, Generic, TypeVar
+
+from fishjax.errors import DeadlineExceeded, Draining, EngineFailed, FishjaxError, NotReady
+
+from .contract import Engine, PendingStep, Utterance
+from .request import Event, Failed, Finished, Frame, Started
+from .scheduler import Outcome, Placement, Plan, Scheduler
+
+logger = logging.getLogger(__name__)
+MailboxT = TypeVar("MailboxT")
+T = TypeVar("T")
+
+
+class LoopState(Enum):
+    """A loop's life, in this order; FAILED can follow any but STOPPED."""
+
+    WARMING = "warming up"
+    SERVING = "serving"
+    DRAINING = "draining"
+    FAILED = "failed"
+    STOPPED = "stopped"
+
+
+class _StoppedEarly(Exception):
+    """`stop` came before the end of the warm-up."""
+
+
+@dataclass(slots=True)
+class _Request(Generic[MailboxT]):
+    utterance: Utterance
+    mailbox: MailboxT
+    frames_taken: int = 0
+
+
+class SynthesisLoop(Generic[MailboxT]):
+    """Owns the engine. `reserve`, `submit`, `taken`, `cancel`, `run` and `drain` may be called from any thread.
+
+    `deliver` gets, in the loop's thread, each step's events with the mailboxes of `submit`; `on_state` each new state.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        scheduler: Scheduler,
+        *,
+        deliver: Callable[[Sequence[tuple[MailboxT, Event]]], None],
+        on_state: Callable[[LoopState], None],
+        max_unread_frames: int,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        self._engine = engine
+        self._deliver = deliver
+        self._on_state = on_state
+        self._max_unread_frames = max_unread_frames
+        self._clock = clock
+        self._changed = threading.Condition()  # guards everything below
+        self._scheduler = scheduler
+        self._state = LoopState.WARMING
+        self._requests: dict[str, _Request[MailboxT]] = {}
+        self._work: deque[tuple[Future[Any], Callable[[], Any]]] = deque()
+        self._thread = threading.Thread(target=self._main, name="synthesis-loop", daemon=True)
+
+    def start(self) -> None:
+        """Start the thread: warm up, then serve."""
+        self._thread.start()
+
+    def reserve(self, request_id: str, deadline_s: float | None = None) -> None:
+        """Take a place in the queue for a request that is still being prepared.
+
+        Raises QueueFull, Draining, or NotReady before the end of the warm-up and after a failure.
+        """
+        with self._changed:
+            self._refuse_unless_serving()
+            self._scheduler.add(request_id, deadline_s=deadline_s, ready=False)
+
+    def submit(self, request_id: str, utterance: Utterance, mailbox: MailboxT) -> None:
+        """Let a reserved request have a slot; its events go to `mailbox`. Raises NotReady, DeadlineExceeded."""
+        with self._changed:
+            if self._state not in (LoopState.SERVING, LoopState.DRAINING):
+                self._refuse_unless_serving()
+            if not self._scheduler.make_ready(request_id):
+                raise DeadlineExceeded("the deadline passed before the request was ready for a slot")
+            self._requests[request_id] = _Request(utterance, mailbox)
+            self._changed.notify()
+
+    def taken(self, request_id: str, num_frames: int) -> None:
+        """The reader has taken so many frames more."""
+        with self._changed:
+            if (request := self._requests.get(request_id)) is not None:
+                request.frames_taken += num_frames
+                self._changed.notify()
+
+    def cancel(self, request_id: str) -> None:
+        """Forget a request, if it is here; its slot is free for the next step."""
+        with self._changed:
+            self._requests.pop(request_id, None)
+            if self._scheduler.cancel(request_id):
+                self._changed.notify()
+
+    def run(self, work: Callable[[], T]) -> Future[T]:
+        """Do `work`, which needs the engine, in the loop's thread: at most one piece between two steps."""
+        future: Future[T] = Future()
+        with self._changed:
+            if self._state not in (LoopState.SERVING, LoopState.DRAINING):
+                self._refuse_unless_serving()
+            self._work.append((future, work))
+            self._changed.notify()
+        return future
+
+    def load(self) -> tuple[int, int]:
+        """How many requests have a slot, and how many wait."""
+        with self._changed:
+            return self._scheduler.num_running, self._scheduler.num_waiting
+
+    @property
+    def state(self) -> LoopState:
+        """Where the loop is in its life."""
+        return self._state
+
+    def drain(self) -> None:
+        """Take no new request; those that are here go on."""
+        with self._changed:
+            if self._state not in (LoopState.WARMING, LoopState.SERVING):
+                return
+            self._state = LoopState.DRAINING
+        self._on_state(LoopState.DRAINING)
+
+    def stop(self) -> None:
+        """End the thread after the step it is in; requests that are still here get Draining."""
+        with self._changed:
+            if self._state is not LoopState.FAILED:
+                self._state = LoopState.STOPPED
+            self._changed.notify()
+        if self._thread.ident is not None:
+            self._thread.join()
+        self._dismiss(lambda _: Draining("the server has stopped"))
+
+    def _main(self) -> None:
+        try:
+            self._engine.warmup(self._warming)
+            with self._changed:
+                warm = self._state is LoopState.WARMING
+                if warm:
+                    self._state = LoopState.SERVING
+            if warm:
+                self._on_state(LoopState.SERVING)
+            self._serve()
+        except _StoppedEarly:
+            logger.info("stopped while warming up")
+        except Exception as error:
+            self._fail(error)
+
+    def _warming(self, what: str) -> None:
+        if self._state is LoopState.STOPPED:
+            raise _StoppedEarly
+        logger.info("warming up: %s", what)
+
+    def _serve(self) -> None:
+        previous: tuple[Plan, PendingStep] | None = None
+        while (turn := self._next_turn(wait=previous is None)) is not None:
+            plan, work = turn
+            if work is not None:
+                _carry_out(*work)
+            pending = self._dispatch(plan)
+            if previous is not None:
+                self._settle(*previous)
+            previous = (plan, pending) if pending is not None else None
+
+    def _next_turn(self, *, wait: bool) -> tuple[Plan, tuple[Future[Any], Callable[[], Any]] | None] | None:
+        """The next plan and piece of work; with `wait`, not before there is one. None: the loop is to end."""
+        with self._changed:
+            while self._state is not LoopState.STOPPED:
+                plan = self._scheduler.plan(self._clock(), held=self._held())
+                work = self._work.popleft() if self._work else None
+                if plan or work or not wait:
+                    return plan, work
+                self._changed.wait()
+        return None
+
+    def _held(self) -> set[str]:
+        """Requests whose reader has let too much sound pile up: their slot pauses until it reads on."""
+        return {
+            request_id
+            for request_id, request in self._requests.items()
+            if request.utterance.num_frames - request.frames_taken >= self._max_unread_frames
+        }
+
+    def _dispatch(self, plan: Plan) -> PendingStep | None:
+        for request_id in plan.expired:
+            self._end(request_id, DeadlineExceeded("the deadline passed before the speech was done"))
+        for slot in plan.free:
+            self._engine.free(slot)
+        for placement in plan.start:
+            self._enter(placement)
+        for placement in plan.resume:
+            self._enter(placement, resume=True)
+        started = [(request.mailbox, Started(plan.now_s)) for p in plan.start if (request := self._find(p))]
+        if started:
+            self._deliver(started)
+        run = [placement.slot for placement in plan.run if self._find(placement)]
+        return self._engine.step(run) if run else None
+
+    def _enter(self, placement: Placement, *, resume: bool = False) -> None:
+        """Read a request's next prompt into its slot; with `resume` it follows what the slot holds already.
+
+        A prompt that the engine refuses ends this request only.
+        """
+        if (request := self._find(placement)) is None:
+            return
+        prompt = request.utterance.next_prompt()
+        assert prompt is not None, "an utterance that is not over has a next prompt"
+        prefix = self._engine.extract(placement.slot) if resume else None
+        try:
+            prefix = self._engine.prefill(
+                prompt.columns_CT,
+                request.utterance.sampling,
+                prefix=prefix,
+                prefix_length=prompt.prefix_length,
+                first_frame=prompt.first_frame,
+            )
+        except EngineFailed:
+            raise
+        except FishjaxError as error:
+            self._end(placement.request_id, error)
+        else:
+            self._engine.insert(prefix, placement.slot)
+
+    def _settle(self, plan: Plan, pending: PendingStep) -> None:
+        """Wait for a step's frames and give each to its request."""
+        result = pending.result()
+        outcomes: dict[str, Outcome] = {}
+        deliveries: list[tuple[MailboxT, Event]] = []
+        for placement in plan.run:
+            if (request := self._find(placement)) is None:
+                continue
+            slot, utterance = placement.slot, request.utterance
+            index = utterance.num_frames
+            try:
+                accepted = utterance.accept(result.codes_BK[slot], bool(result.is_end_B[slot]))
+            except FishjaxError as error:
+                self._end(placement.request_id, error)
+                continue
+            except Exception:
+                # Plain Python about one text: the device and everybody else are well.
+                logger.exception("request %s: its next segment could not be prepared", placement.request_id)
+                self._end(placement.request_id, EngineFailed("the next part of the text could not be prepared"))
+                continue
+            if accepted.keep:
+                # A copy: a row would keep the whole step alive while it waits for its reader.
+                deliveries.append((request.mailbox, Frame(index, result.audio_Bs[slot].copy())))
+            if accepted.finish_reason is not None:
+                reason = str(getattr(accepted.finish_reason, "value", accepted.finish_reason))
+                deliveries.append((request.mailbox, Finished(reason, utterance.num_frames)))
+                outcomes[placement.request_id] = Outcome.FINISHED
+            elif accepted.segment_done:
+                outcomes[placement.request_id] = Outcome.NEXT_SEGMENT
+        with self._changed:
+            self._scheduler.apply(plan, outcomes, self._clock())
+            for request_id, outcome in outcomes.items():
+                if outcome is Outcome.FINISHED:
+                    self._requests.pop(request_id, None)
+        if deliveries:
+            self._deliver(deliveries)
+
+    def _find(self, placement: Placement) -> _Request[MailboxT] | None:
+        """The request of a placement, unless it is over or has had a new prompt since."""
+        with self._changed:
+            return self._requests.get(placement.request_id) if self._scheduler.is_current(placement) else None
+
+    def _end(self, request_id: str, error: FishjaxError) -> None:
+        with self._changed:
+            request = self._requests.pop(request_id, None)
+            self._scheduler.cancel(request_id)
+        if request is not None:
+            self._deliver([(request.mailbox, Failed(error))])
+
+    def _fail(self, error: Exception) -> None:
+        logger.critical("the engine failed; this server takes no more work", exc_info=error)
+        with self._changed:
+            self._state = LoopState.FAILED
+            running = set(self._scheduler.running_ids)
+        self._on_state(LoopState.FAILED)
+
+        def verdict(request_id: str) -> FishjaxError:
+            if request_id in running:
+                return EngineFailed("a step of the engine failed; the requests in it are lost")
+            return NotReady("the engine failed before this request had a slot: try another server")
+
+        self._dismiss(verdict)
+
+    def _dismiss(self, verdict: Callable[[str], FishjaxError]) -> None:
+        """Tell everybody that it is over."""
+        with self._changed:
+            requests, self._requests = self._requests, {}
+            work, self._work = self._work, deque()
+            for request_id in self._scheduler.request_ids:
+                self._scheduler.cancel(request_id)
+        for future, _ in work:
+            if future.set_running_or_notify_cancel():
+                future.set_exception(verdict(""))
+        if requests:
+            self._deliver([(request.mailbox, Failed(verdict(name))) for name, request in requests.items()])
+
+    def _refuse_unless_serving(self) -> None:
+        match self._state:
+            case LoopState.WARMING:
+                raise NotReady("the server is still warming up: try again once its health is SERVING")
+            case LoopState.FAILED:
+                raise NotReady("the engine of this server has failed: try another server")
+            case LoopState.DRAINING | LoopState.STOPPED:
+                raise Draining("the server is shutting down and takes no new requests: try another server")
+
+
+def _carry_out(future: Future[Any], work: Callable[[], Any]) -> None:
+    """Do one piece of work; its error belongs to whoever waits for it."""
+    if not future.set_running_or_notify_cancel():
+        return
+    try:
+        result = work()
+    except Exception as error:
+        future.set_exception(error)
+    else:
+        future.set_result(result)

@@ -1,0 +1,142 @@
+"""A server's life: bind, warm up (health NOT_SERVING), serve (SERVING), drain, stop.
+
+server = build(speech); await server.start(); await server.ready(); ...; await server.stop()
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import grpc
+import grpc.aio
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from fishjax.errors import Draining, InvalidRequest, NotReady
+from fishjax.rpc.v1 import tts_pb2, tts_pb2_grpc
+
+from .config import ServerConfig
+from .contract import Speech
+from .loop import LoopState, SynthesisLoop
+from .scheduler import Scheduler
+from .servicer import TtsServicer
+from .session import Mailbox, deliver
+
+logger = logging.getLogger(__name__)
+SERVICE_NAME = tts_pb2.DESCRIPTOR.services_by_name["Tts"].full_name
+_OTHER_CALLS = 64  # health, info and calls about to be refused, beside those that have a place
+_LARGEST_ANSWER_BYTES = 4 * 1024 * 1024
+
+
+class Server:
+    """One engine behind one port. All methods belong to one asyncio loop."""
+
+    def __init__(self, speech: Speech, config: ServerConfig, clock: Callable[[], float]):
+        self.config = config
+        self.address = ""  # "host:port" once started
+        self._speech = speech
+        self._clock = clock
+        self._health = health.aio.HealthServicer()  # pyright: ignore[reportAttributeAccessIssue]
+        self._executor = ThreadPoolExecutor(config.decode_threads, thread_name_prefix="prepare")
+        self._settled = asyncio.Event()  # the warm-up is over, for better or worse
+        self._failed = asyncio.Event()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._grpc: grpc.aio.Server | None = None
+        self._loop: SynthesisLoop[Mailbox] | None = None
+
+    async def start(self) -> None:
+        """Listen, and begin to warm up. Raises InvalidRequest when the address cannot be had."""
+        engine, config = self._speech.engine, self.config
+        aio = asyncio.get_running_loop()
+        self._loop = SynthesisLoop(
+            engine,
+            Scheduler(engine.num_slots, config.max_queue, config.max_starts_per_step),
+            deliver=lambda mail: _post(aio, deliver, mail),
+            on_state=lambda state: _post(aio, self._on_state, state),
+            max_unread_frames=max(1, round(config.max_unread_s * engine.sample_rate_hz / engine.samples_per_frame)),
+            clock=self._clock,
+        )
+        self._grpc = grpc.aio.server(
+            options=[
+                ("grpc.max_receive_message_length", config.max_message_bytes),
+                ("grpc.max_send_message_length", _LARGEST_ANSWER_BYTES),
+                ("grpc.so_reuseport", 0),  # a second server on the port is an error, not half of the callers
+                ("grpc.keepalive_time_ms", 30_000),  # a peer that vanished without a word gives up its slot
+                ("grpc.keepalive_timeout_ms", 10_000),
+                ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
+            ],
+            maximum_concurrent_rpcs=engine.num_slots + config.max_queue + _OTHER_CALLS,
+        )
+        servicer = TtsServicer(self._speech, self._loop, self._executor, config, self._clock)
+        tts_pb2_grpc.add_TtsServicer_to_server(servicer, self._grpc)
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._grpc)
+        reflection.enable_server_reflection((SERVICE_NAME, health.SERVICE_NAME, reflection.SERVICE_NAME), self._grpc)
+        await self._set_health(serving=False)
+        try:
+            port = self._grpc.add_insecure_port(f"{config.host}:{config.port}")
+        except RuntimeError as error:
+            raise InvalidRequest(
+                f"cannot listen on {config.host}:{config.port}: the port is taken or the address is not this machine's"
+            ) from error
+        self.address = f"{config.host}:{port}"
+        await self._grpc.start()
+        logger.info("listening on %s; warming up", self.address)
+        self._loop.start()
+
+    async def ready(self) -> None:
+        """Wait for the end of the warm-up. Raises NotReady if it failed, Draining if the server was stopped."""
+        await self._settled.wait()
+        if self._failed.is_set():
+            raise NotReady("the engine failed while warming up")
+        if self._loop is None or self._loop.state is not LoopState.SERVING:
+            raise Draining("the server was stopped while warming up")
+
+    async def failed(self) -> None:
+        """Wait until the engine fails; the server answers NOT_SERVING from then on."""
+        await self._failed.wait()
+
+    async def stop(self, drain_s: float | None = None) -> None:
+        """Take no more requests, give those that are here `drain_s` seconds (None: the configured time), end."""
+        if self._loop is not None:
+            self._loop.drain()
+        await self._health.enter_graceful_shutdown()
+        if self._grpc is not None:
+            await self._grpc.stop(self.config.drain_s if drain_s is None else drain_s)
+        if self._loop is not None:
+            await asyncio.to_thread(self._loop.stop)
+        self._settled.set()
+        await asyncio.gather(*self._tasks)
+        self._executor.shutdown(wait=True, cancel_futures=True)
+        logger.info("stopped")
+
+    def _on_state(self, state: LoopState) -> None:
+        if state is LoopState.FAILED:
+            self._failed.set()
+        task = asyncio.get_running_loop().create_task(self._show(state))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _show(self, state: LoopState) -> None:
+        """Health first: whoever was told that the server is ready finds it SERVING."""
+        await self._set_health(serving=state is LoopState.SERVING)
+        if state is LoopState.SERVING:
+            logger.info("ready: %d slots", self._speech.engine.num_slots)
+        self._settled.set()
+
+    async def _set_health(self, *, serving: bool) -> None:
+        status = health_pb2.HealthCheckResponse.SERVING if serving else health_pb2.HealthCheckResponse.NOT_SERVING
+        for service in ("", SERVICE_NAME):
+            await self._health.set(service, status)
+
+
+def _post(aio: asyncio.AbstractEventLoop, function: Callable[..., None], argument: object) -> None:
+    aio.call_soon_threadsafe(function, argument)
+
+
+def build(speech: Speech, config: ServerConfig | None = None, *, clock: Callable[[], float] = time.monotonic) -> Server:
+    """A server for a model that `fishjax.load` returned, or for anything of that shape (`serving/contract.py`)."""
+    return Server(speech, config or ServerConfig(), clock)

@@ -1,0 +1,289 @@
+"""Proto to domain and back: parse, check, hand over, stream, and one table from errors to statuses. Thin on purpose.
+
+A message that a caller can see is a sentence about the request. What went wrong inside stays in the log, under the
+request's id: paths and tracebacks never cross the wire.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+import secrets
+import uuid
+from collections.abc import Callable
+from concurrent.futures import Executor
+from typing import Any, NoReturn
+
+import grpc
+import grpc.aio
+
+import fishjax
+from fishjax.audio.encode import AudioFormat, StreamEncoder
+from fishjax.engine.sampling_params import SamplingParams
+from fishjax.errors import (
+    Cancelled,
+    DeadlineExceeded,
+    Draining,
+    EngineFailed,
+    FishjaxError,
+    InvalidRequest,
+    NotReady,
+    PromptTooLong,
+    QueueFull,
+    SlowReader,
+    VoiceNotFound,
+    WeightsError,
+)
+from fishjax.rpc.v1 import tts_pb2, tts_pb2_grpc
+
+from . import logs
+from .config import ServerConfig
+from .contract import Speech
+from .loop import SynthesisLoop
+from .request import Clip, Finished, SpeechRequest
+from .session import Mailbox, ReaderPace, Session
+
+logger = logging.getLogger(__name__)
+
+STATUS: dict[type[FishjaxError], grpc.StatusCode] = {
+    FishjaxError: grpc.StatusCode.INTERNAL,
+    InvalidRequest: grpc.StatusCode.INVALID_ARGUMENT,
+    PromptTooLong: grpc.StatusCode.INVALID_ARGUMENT,
+    VoiceNotFound: grpc.StatusCode.NOT_FOUND,
+    QueueFull: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    Draining: grpc.StatusCode.UNAVAILABLE,
+    NotReady: grpc.StatusCode.UNAVAILABLE,
+    SlowReader: grpc.StatusCode.ABORTED,
+    DeadlineExceeded: grpc.StatusCode.DEADLINE_EXCEEDED,
+    Cancelled: grpc.StatusCode.CANCELLED,
+    WeightsError: grpc.StatusCode.INTERNAL,
+    EngineFailed: grpc.StatusCode.INTERNAL,
+}
+"""Every error has its own row; a test walks the subclasses."""
+
+RETRY_METADATA = "grpc-retry-pushback-ms"
+FORMATS = {
+    tts_pb2.AUDIO_FORMAT_UNSPECIFIED: AudioFormat.PCM_S16LE,
+    tts_pb2.PCM_S16LE: AudioFormat.PCM_S16LE,
+    tts_pb2.WAV: AudioFormat.WAV,
+}
+_FORMAT_TO_PROTO = {AudioFormat.PCM_S16LE: tts_pb2.PCM_S16LE, AudioFormat.WAV: tts_pb2.WAV}
+_NUM_CHANNELS = 1
+
+
+class TtsServicer(tts_pb2_grpc.TtsServicer):
+    """The rpcs of `fishjax.rpc.v1.Tts`."""
+
+    def __init__(
+        self,
+        speech: Speech,
+        loop: SynthesisLoop[Mailbox],
+        executor: Executor,
+        config: ServerConfig,
+        clock: Callable[[], float],
+    ):
+        self._speech = speech
+        self._loop = loop
+        self._executor = executor
+        self._config = config
+        self._clock = clock
+
+    async def Synthesize(self, request: tts_pb2.SynthesizeRequest, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+        """Speak a text: header, audio messages, summary."""
+        request_id = uuid.uuid4().hex
+        with logs.request(request_id):
+            try:
+                await self._synthesize(request_id, request, context)
+            except asyncio.CancelledError:
+                logger.info("the caller went away")
+                raise
+            except FishjaxError as error:
+                await _abort(context, error)
+            except grpc.aio.AbortError:
+                raise
+            except Exception:
+                logger.exception("a fault of the server")
+                await context.abort(
+                    grpc.StatusCode.INTERNAL, f"a fault of the server; its log has it as request {request_id}"
+                )
+
+    async def _synthesize(
+        self,
+        request_id: str,
+        message: tts_pb2.SynthesizeRequest,
+        context: grpc.aio.ServicerContext[Any, Any],
+    ) -> None:
+        arrived_s = self._clock()
+        request = parse(message, request_id, arrived_s, context.time_remaining(), self._speech, self._config)
+        engine = self._speech.engine
+        encoder = StreamEncoder(request.audio_format, engine.sample_rate_hz)
+        pace = ReaderPace(self._config.slow_reader_s, self._clock)
+        first_audio_s = None
+        num_frames = 0
+        async with Session(request, self._speech, self._loop, self._executor) as session:
+            await pace.write(context.write(tts_pb2.SynthesizeResponse(header=self._header(request))), 0.0)
+            async for sound in session.sound():
+                if sound.waited:
+                    pace.caught_up()
+                if first_audio_s is None:
+                    first_audio_s = self._clock()
+                audio = tts_pb2.Audio(
+                    data=encoder.encode(sound.audio_T), first_frame=sound.first_frame, num_frames=sound.num_frames
+                )
+                await pace.write(
+                    context.write(tts_pb2.SynthesizeResponse(audio=audio)), sound.audio_T.size / engine.sample_rate_hz
+                )
+                num_frames += sound.num_frames
+            finished, started_s = session.finished, session.started_s
+        assert finished is not None and started_s is not None, "sound() ends with both, or raises"
+        assert finished.num_frames == num_frames, f"sent {num_frames} of {finished.num_frames} frames"
+        summary = tts_pb2.Summary(
+            finish_reason=finish_reason_to_proto(finished),  # pyright: ignore[reportArgumentType] enum values are ints
+            num_frames=num_frames,
+            audio_seconds=num_frames * engine.samples_per_frame / engine.sample_rate_hz,
+            queue_ms=1000 * (started_s - arrived_s),
+            first_audio_ms=None if first_audio_s is None else 1000 * (first_audio_s - arrived_s),
+            total_ms=1000 * (self._clock() - arrived_s),
+        )
+        await pace.write(context.write(tts_pb2.SynthesizeResponse(summary=summary)), 0.0)
+        logger.info(
+            "%s after %d frames; queue %.0f ms, first audio %.0f ms, total %.0f ms",
+            finished.reason,
+            num_frames,
+            summary.queue_ms,
+            summary.first_audio_ms,
+            summary.total_ms,
+        )
+
+    def _header(self, request: SpeechRequest) -> tts_pb2.Header:
+        engine = self._speech.engine
+        return tts_pb2.Header(
+            request_id=request.request_id,
+            sample_rate_hz=engine.sample_rate_hz,
+            num_channels=_NUM_CHANNELS,
+            format=_FORMAT_TO_PROTO[request.audio_format],
+            model=engine.model_name,
+            seed=request.sampling.seed,
+            samples_per_frame=engine.samples_per_frame,
+        )
+
+    async def GetServerInfo(
+        self, request: tts_pb2.GetServerInfoRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> tts_pb2.GetServerInfoResponse:
+        """The model, the limits and the load."""
+        engine, config = self._speech.engine, self._config
+        slots_busy, queue_length = self._loop.load()
+        default = self._speech.default_sampling()
+        return tts_pb2.GetServerInfoResponse(
+            version=fishjax.__version__,
+            model=engine.model_name,
+            sample_rate_hz=engine.sample_rate_hz,
+            num_channels=_NUM_CHANNELS,
+            samples_per_frame=engine.samples_per_frame,
+            num_codebooks=engine.num_codebooks,
+            num_slots=engine.num_slots,
+            max_len=engine.max_len,
+            max_queue=config.max_queue,
+            slots_busy=slots_busy,
+            queue_length=queue_length,
+            formats=list(_FORMAT_TO_PROTO.values()),
+            default_sampling=tts_pb2.Sampling(
+                temperature=default.temperature,
+                top_p=default.top_p,
+                top_k=default.top_k,
+                max_frames=default.max_frames,
+            ),
+            max_text_bytes=config.max_text_bytes,
+            max_references=config.max_references,
+            max_message_bytes=config.max_message_bytes,
+        )
+
+    async def SynthesizeLive(self, request_iterator: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+        """Not built yet."""
+        await _not_built(context, "SynthesizeLive", "send the whole text with Synthesize")
+
+    async def CreateVoice(self, request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
+        """Not built yet."""
+        await _not_built(context, "CreateVoice", "send the clips as references of Synthesize")
+
+    async def ListVoices(self, request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
+        """Not built yet."""
+        await _not_built(context, "ListVoices", "this server stores no voices")
+
+    async def DeleteVoice(self, request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
+        """Not built yet."""
+        await _not_built(context, "DeleteVoice", "this server stores no voices")
+
+
+def parse(
+    message: tts_pb2.SynthesizeRequest,
+    request_id: str,
+    arrived_s: float,
+    remaining_s: float | None,
+    speech: Speech,
+    config: ServerConfig,
+) -> SpeechRequest:
+    """Check a request. Raises InvalidRequest or VoiceNotFound with a sentence for the caller."""
+    if not message.text.strip():
+        raise InvalidRequest("there is no text to speak: 'text' is empty or blank")
+    if (num_bytes := len(message.text.encode("utf-8"))) > config.max_text_bytes:
+        raise InvalidRequest(
+            f"the text has {num_bytes} bytes; the longest one may have {config.max_text_bytes}: send it in parts"
+        )
+    if message.voice_id:
+        raise VoiceNotFound("no voice with this voice_id is stored: leave it empty and send clips as references")
+    if message.format not in FORMATS:
+        names = " or ".join(audio_format.name for audio_format in AudioFormat)
+        raise InvalidRequest(f"format {message.format} cannot be streamed: ask for {names}")
+    if message.priority not in tts_pb2.Priority.values():
+        raise InvalidRequest(f"priority {message.priority} is unknown: ask for REALTIME, STANDARD or BATCH")
+    if len(message.references) > config.max_references:
+        raise InvalidRequest(
+            f"the request has {len(message.references)} references; at most {config.max_references} can be used"
+        )
+    for number, reference in enumerate(message.references, start=1):
+        if not reference.audio:
+            raise InvalidRequest(f"reference {number} has no audio: send the bytes of a whole sound file")
+        if not reference.transcript.strip():
+            raise InvalidRequest(f"reference {number} has no transcript: say what is spoken in the clip")
+    return SpeechRequest(
+        request_id=request_id,
+        text=message.text,
+        clips=tuple(Clip(reference.audio, reference.transcript) for reference in message.references),
+        sampling=_sampling(message.sampling, speech),
+        audio_format=FORMATS[message.format],
+        arrived_s=arrived_s,
+        deadline_s=None if remaining_s is None else arrived_s + remaining_s,
+    )
+
+
+def _sampling(message: tts_pb2.Sampling, speech: Speech) -> SamplingParams:
+    """The fields that are set, the model's defaults for the others, and a seed of our own if there is none."""
+    default = speech.default_sampling(seed=secrets.randbits(32))
+    given = {descriptor.name: value for descriptor, value in message.ListFields()}
+    return dataclasses.replace(default, **given)
+
+
+def finish_reason_to_proto(finished: Finished) -> int:
+    """The enum value of the same name."""
+    return tts_pb2.FinishReason.Value(f"FINISH_REASON_{finished.reason.upper()}")
+
+
+async def _not_built(context: grpc.aio.ServicerContext[Any, Any], rpc: str, instead: str) -> NoReturn:
+    await context.abort(grpc.StatusCode.UNIMPLEMENTED, f"{rpc} is not built yet: {instead}")
+    raise AssertionError("abort raises")
+
+
+async def _abort(context: grpc.aio.ServicerContext[Any, Any], error: FishjaxError) -> None:
+    code = STATUS[type(error)]
+    metadata = ()
+    if code is grpc.StatusCode.INTERNAL:
+        logger.error("the request failed", exc_info=error)
+        message = "the engine failed and this request is lost: try again"
+    else:
+        message = str(error)
+        logger.info("refused: %s: %s", code.name, message)
+    if isinstance(error, QueueFull):
+        metadata = ((RETRY_METADATA, str(max(1, round(1000 * error.retry_after_s)))),)
+    await context.abort(code, message, trailing_metadata=metadata)

@@ -1,0 +1,170 @@
+"""The asynchronous side of one request: prepare it, wait for its sound, let it go. Knows no protobuf.
+
+    reserve a place -> decode clips (in a pool) -> encode them (in the loop's thread) -> submit -> Sound, Sound, ...
+
+Whatever way a session is left, its place or slot is given up at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from concurrent.futures import Executor
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from fishjax.audio.read import read_reference
+from fishjax.errors import InvalidRequest, SlowReader
+
+from .contract import Speech
+from .loop import SynthesisLoop
+from .request import Clip, Event, Failed, Finished, Frame, SpeechRequest, Started
+
+MAX_FRAMES_PER_MESSAGE = 16
+
+
+class Mailbox:
+    """Events of one request, from the loop to its session. The loop bounds it: it pauses a slot that is not read."""
+
+    def __init__(self):
+        self._events: deque[Event] = deque()
+        self._arrived = asyncio.Event()
+
+    def put(self, event: Event) -> None:
+        """Add an event; in the event loop's thread."""
+        self._events.append(event)
+        self._arrived.set()
+
+    @property
+    def empty(self) -> bool:
+        """Whether `take` would wait."""
+        return not self._events
+
+    async def take(self) -> list[Event]:
+        """The next event, once it is there; a frame brings the frames right behind it, up to a message's worth."""
+        while not self._events:
+            self._arrived.clear()
+            await self._arrived.wait()
+        events = [self._events.popleft()]
+        while (
+            isinstance(events[0], Frame)
+            and self._events
+            and isinstance(self._events[0], Frame)
+            and len(events) < MAX_FRAMES_PER_MESSAGE
+        ):
+            events.append(self._events.popleft())
+        return events
+
+
+def deliver(mail: Sequence[tuple[Mailbox, Event]]) -> None:
+    """Put each event into its mailbox; in the event loop's thread."""
+    for mailbox, event in mail:
+        mailbox.put(event)
+
+
+@dataclass(frozen=True, slots=True)
+class Sound:
+    """`num_frames` frames from number `first_frame` on: float32 in -1..1. `waited`: the reader was up to date."""
+
+    audio_T: np.ndarray
+    first_frame: int
+    num_frames: int
+    waited: bool
+
+
+class Session:
+    """One request, from its place in the queue to its end: `async with` it, then read `sound()`.
+
+    Entering raises QueueFull, Draining, NotReady, DeadlineExceeded, InvalidRequest or PromptTooLong.
+    """
+
+    def __init__(self, request: SpeechRequest, speech: Speech, loop: SynthesisLoop[Mailbox], executor: Executor):
+        self.started_s: float | None = None  # when it got a slot
+        self.finished: Finished | None = None  # once `sound()` is at its end
+        self._request = request
+        self._speech = speech
+        self._loop = loop
+        self._executor = executor
+        self._mailbox = Mailbox()
+
+    async def __aenter__(self) -> Session:
+        request = self._request
+        self._loop.reserve(request.request_id, request.deadline_s)
+        try:
+            references = [await self._reference(number, clip) for number, clip in enumerate(request.clips, start=1)]
+            utterance = await self._in_pool(self._speech.utterance, request.text, references, request.sampling)
+            self._loop.submit(request.request_id, utterance, self._mailbox)
+        except BaseException:
+            self._loop.cancel(request.request_id)
+            raise
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._loop.cancel(self._request.request_id)
+
+    async def sound(self) -> AsyncIterator[Sound]:
+        """All sound in order, as it is made. Raises what ended the request, if it did not end well."""
+        while True:
+            waited = self._mailbox.empty
+            events = await self._mailbox.take()
+            match events[0]:
+                case Started(at_s):
+                    self.started_s = at_s
+                case Frame(index=first_frame):
+                    self._loop.taken(self._request.request_id, len(events))
+                    audio_T = np.concatenate([event.audio_s for event in events if isinstance(event, Frame)])
+                    yield Sound(audio_T, first_frame, len(events), waited)
+                case Finished() as finished:
+                    self.finished = finished
+                    return
+                case Failed(error):
+                    raise error
+
+    async def _reference(self, number: int, clip: Clip) -> Any:
+        try:
+            audio_T = await self._in_pool(read_reference, clip.audio, self._speech.engine.sample_rate_hz)
+        except InvalidRequest as error:
+            raise InvalidRequest(f"reference {number}: {error}") from error
+        return await asyncio.wrap_future(self._loop.run(partial(self._speech.reference, audio_T, clip.transcript)))
+
+    async def _in_pool(self, function: Callable[..., Any], *arguments: object) -> Any:
+        return await asyncio.get_running_loop().run_in_executor(self._executor, function, *arguments)
+
+
+class ReaderPace:
+    """How far a reader lags behind sound that waits for it, and the end of our patience.
+
+    While sound waits, a reader must take it at least as fast as it plays. One that falls `patience_s` seconds behind
+    is cut off. Time in which nothing was ready for it does not count.
+    """
+
+    def __init__(self, patience_s: float, clock: Callable[[], float]):
+        self.lag_s = 0.0
+        self._patience_s = patience_s
+        self._clock = clock
+
+    def caught_up(self) -> None:
+        """The reader had taken all there was."""
+        self.lag_s = 0.0
+
+    async def write(self, message: Awaitable[None], audio_s: float) -> None:
+        """Wait until the reader has room for a message of so many seconds. Raises SlowReader."""
+        began_s = self._clock()
+        try:
+            async with asyncio.timeout(self._patience_s - self.lag_s):
+                await message
+        except TimeoutError:
+            raise self._too_slow() from None
+        self.lag_s = max(0.0, self.lag_s + self._clock() - began_s - audio_s)
+        if self.lag_s >= self._patience_s:
+            raise self._too_slow()
+
+    def _too_slow(self) -> SlowReader:
+        return SlowReader(
+            f"the caller fell {self._patience_s:g} s behind the speech that waits for it and was cut off: "
+            "read the stream at least as fast as it plays"
+        )

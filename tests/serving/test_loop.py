@@ -1,0 +1,294 @@
+"""The loop with an engine of numbers: what it asks of the engine, and what each request hears."""
+
+import queue
+import threading
+
+import numpy as np
+import pytest
+
+from fishjax.engine.sampling_params import SamplingParams
+from fishjax.errors import DeadlineExceeded, Draining, EngineFailed, NotReady, PromptTooLong, QueueFull
+from serving._testing import FakeEngine, FakeSpeech, frame_level
+from serving.loop import LoopState, SynthesisLoop
+from serving.request import Failed, Finished, Frame, Started
+from serving.scheduler import Scheduler
+
+PATIENCE_S = 10.0
+
+
+class Harness:
+    """A loop whose mailboxes are queues."""
+
+    def __init__(self, engine=None, *, max_queue=64, max_unread_frames=10_000):
+        self.speech = FakeSpeech(engine or FakeEngine())
+        self.engine = self.speech.engine
+        self.states = queue.Queue()
+        self.now_s = 0.0
+        self.loop = SynthesisLoop(
+            self.engine,
+            Scheduler(self.engine.num_slots, max_queue),
+            deliver=lambda mail: [mailbox.put(event) for mailbox, event in mail],
+            on_state=self.states.put,
+            max_unread_frames=max_unread_frames,
+            clock=lambda: self.now_s,
+        )
+
+    def start(self):
+        self.loop.start()
+        assert self.states.get(timeout=PATIENCE_S) is LoopState.SERVING
+        return self
+
+    def ask(self, name, text, seed=0, deadline_s=None, max_frames=None, references=()):
+        self.loop.reserve(name, deadline_s)
+        mailbox = queue.Queue()
+        utterance = self.speech.utterance(text, references, SamplingParams(seed=seed, max_frames=max_frames))
+        self.loop.submit(name, utterance, mailbox)
+        return mailbox
+
+    def settle(self):
+        """Wait until the loop has turned: work is done between two steps."""
+        self.loop.run(lambda: None).result(PATIENCE_S)
+
+
+@pytest.fixture
+def make():
+    made = []
+
+    def build(*args, **kwargs):
+        made.append(Harness(*args, **kwargs))
+        return made[-1]
+
+    yield build
+    for harness in made:
+        harness.engine.gate.open()
+        harness.engine.warmup_gate.open()
+        harness.loop.stop()
+        assert not harness.loop._thread.is_alive()
+
+
+def listen(mailbox):
+    """All events up to the end."""
+    events = []
+    while not events or not isinstance(events[-1], Finished | Failed):
+        events.append(mailbox.get(timeout=PATIENCE_S))
+    return events
+
+
+def check_speech(events, seed, num_frames, reason="stop"):
+    assert isinstance(events[0], Started)
+    assert events[-1] == Finished(reason, num_frames)
+    frames = events[1:-1]
+    assert [frame.index for frame in frames] == list(range(num_frames))
+    for frame in frames:
+        np.testing.assert_array_equal(frame.audio_s, np.full(4, frame_level(seed, frame.index), np.float32))
+
+
+def test_one_request(make):
+    harness = make().start()
+    check_speech(listen(harness.ask("a", "one two three", seed=5)), 5, 3)
+    harness.settle()
+    # Three frames, the end, and the step that was in flight when the end was read.
+    assert harness.engine.runs == [(0,)] * 5
+    assert harness.engine.trace[-1] == ("free", 0)
+
+
+def test_results_are_read_one_step_late(make):
+    """Step 2 is dispatched before the frame of step 1 is handed out."""
+    harness = make().start()
+    harness.engine.gate.close()
+    mailbox = harness.ask("a", "one two three four")
+    harness.engine.gate.allow(1)
+    assert isinstance(mailbox.get(timeout=PATIENCE_S), Started)
+    with pytest.raises(queue.Empty):
+        mailbox.get(timeout=0.05)
+    harness.engine.gate.allow(1)
+    assert mailbox.get(timeout=PATIENCE_S).index == 0
+
+
+def test_more_requests_than_slots_each_get_their_own_frames(make):
+    harness = make(FakeEngine(num_slots=3)).start()
+    lengths = [1 + 5 * i % 7 for i in range(20)]
+    mailboxes = [harness.ask(f"r{i}", "w " * length, seed=i) for i, length in enumerate(lengths)]
+    for i, (mailbox, length) in enumerate(zip(mailboxes, lengths, strict=True)):
+        check_speech(listen(mailbox), i, length)
+    assert harness.loop.load() == (0, 0)
+
+
+def test_segments_continue_after_the_columns_that_the_slot_holds(make):
+    harness = make().start()
+    check_speech(listen(harness.ask("a", "a b. c d e. f.", seed=3, references=("r",))), 3, 6)
+    prefills = [entry[1:] for entry in harness.engine.trace if entry[0] == "prefill"]
+    # (columns kept, new columns, first frame): each prompt follows the prompts and frames before it.
+    assert prefills == [(0, 2, 0), (4, 1, 2), (8, 1, 5)]
+    assert [entry[0] for entry in harness.engine.trace].count("extract") == 2
+
+
+def test_segment_change_beside_a_running_neighbour(make):
+    harness = make().start()
+    long = harness.ask("long", "w " * 40, seed=1)
+    parts = harness.ask("parts", "a. b c. d.", seed=2)
+    check_speech(listen(parts), 2, 4)
+    check_speech(listen(long), 1, 40)
+
+
+def test_a_limit_keeps_its_last_frame(make):
+    harness = make().start()
+    check_speech(listen(harness.ask("a", "w " * 10, seed=4, max_frames=7)), 4, 7, "length")
+
+
+def test_ending_before_the_first_frame_is_no_sound(make):
+    harness = make().start()
+    assert listen(harness.ask("a", "."))[1:] == [Finished("empty", 0)]
+
+
+@pytest.mark.parametrize("frames_first", [0, 1, 3])
+def test_a_cancelled_request_is_out_of_the_next_step(make, frames_first):
+    harness = make(FakeEngine(num_slots=1)).start()
+    harness.engine.gate.close()
+    mailbox = harness.ask("a", "w " * 50)
+    assert isinstance(mailbox.get(timeout=PATIENCE_S), Started)
+    for _ in range(frames_first):
+        harness.engine.gate.allow(1)
+    if frames_first > 1:
+        assert mailbox.get(timeout=PATIENCE_S).index == 0
+    harness.loop.cancel("a")
+    other = harness.ask("b", "x y", seed=9)
+    harness.engine.gate.open()
+    check_speech(listen(other), 9, 2)
+    steps = [entry for entry in harness.engine.trace if entry[0] in ("step", "free")]
+    ran_before_free = steps.index(("free", 0))
+    assert ran_before_free <= frames_first + 1  # the step that waited at the gate, and no other
+    assert harness.loop.load() == (0, 0)
+
+
+def test_cancelling_while_waiting_or_preparing_gives_the_place_back(make):
+    harness = make(FakeEngine(num_slots=1), max_queue=1).start()
+    harness.engine.gate.close()
+    harness.ask("a", "w " * 50)
+    harness.loop.reserve("b")
+    while harness.loop.load() != (1, 1):
+        pass
+    with pytest.raises(QueueFull):
+        harness.loop.reserve("c")
+    harness.loop.cancel("b")
+    harness.loop.reserve("c")
+    harness.loop.cancel("never here")
+
+
+def test_deadline_ends_the_work(make):
+    harness = make().start()
+    harness.engine.gate.close()
+    mailbox = harness.ask("a", "w " * 50, deadline_s=5.0)
+    assert isinstance(mailbox.get(timeout=PATIENCE_S), Started)
+    harness.now_s = 5.0
+    harness.engine.gate.open()
+    assert isinstance(listen(mailbox)[-1].error, DeadlineExceeded)
+    harness.settle()
+    assert len(harness.engine.runs) <= 2
+    assert harness.engine.trace[-1] == ("free", 0)
+
+
+def test_a_slot_pauses_while_its_reader_lags_and_nobody_else_does(make):
+    harness = make(max_unread_frames=5).start()
+    lazy = harness.ask("lazy", "w " * 50, seed=1)
+    busy = harness.ask("busy", "w " * 4, seed=2)
+    check_speech(listen(busy), 2, 4)
+    harness.settle()
+    events = [lazy.get(timeout=PATIENCE_S) for _ in range(6)]
+    assert events[-1].index == 4
+    check_speech(listen(harness.ask("busy2", "w " * 4, seed=3)), 3, 4)
+    assert lazy.qsize() <= 2  # the step in flight, and no more
+    harness.loop.taken("lazy", 1000)
+    check_speech(events + listen(lazy), 1, 50)
+
+
+def test_a_fault_of_the_device_fails_the_requests_in_it_and_the_loop(make):
+    harness = make(FakeEngine(num_slots=1)).start()
+    harness.engine.gate.close()
+    running = harness.ask("a", "w " * 50)
+    waiting = harness.ask("b", "w")
+    assert isinstance(running.get(timeout=PATIENCE_S), Started)
+    harness.engine.fault = RuntimeError("/secret/path: device lost")
+    harness.engine.gate.open()
+    assert isinstance(listen(running)[-1].error, EngineFailed)
+    assert isinstance(listen(waiting)[-1].error, NotReady)
+    assert harness.states.get(timeout=PATIENCE_S) is LoopState.FAILED
+    with pytest.raises(NotReady, match="failed"):
+        harness.loop.reserve("c")
+    with pytest.raises(NotReady):
+        harness.loop.run(lambda: None)
+    assert harness.loop.load() == (0, 0)
+
+
+def test_a_prompt_that_does_not_fit_ends_its_request_only(make):
+    harness = make(FakeEngine(max_len=7)).start()
+    bystander = harness.ask("b", "x. y.", seed=1)
+    failed = listen(harness.ask("a", "w " * 6 + ". " + "w " * 6))
+    assert isinstance(failed[-1].error, PromptTooLong)
+    check_speech(listen(bystander), 1, 2)
+    check_speech(listen(harness.ask("c", "x", seed=2)), 2, 1)
+
+
+def test_a_bug_in_one_requests_logic_ends_that_request_only(make, caplog):
+    harness = make().start()
+    harness.engine.gate.close()
+    broken = harness.ask("a", "w " * 5)
+    harness.speech.utterances[-1].num_frames = 99  # it will not know its own next frame
+    healthy = harness.ask("b", "w w", seed=1)
+    harness.engine.gate.open()
+    assert isinstance(listen(broken)[-1].error, EngineFailed)
+    check_speech(listen(healthy), 1, 2)
+    assert "request a" in caplog.text
+
+
+def test_work_runs_in_the_loops_thread_and_keeps_its_error(make):
+    harness = make().start()
+    assert harness.loop.run(threading.current_thread).result(PATIENCE_S).name == "synthesis-loop"
+    with pytest.raises(ZeroDivisionError):
+        harness.loop.run(lambda: 1 / 0).result(PATIENCE_S)
+    check_speech(listen(harness.ask("a", "x")), 0, 1)
+
+
+def test_nothing_is_taken_before_the_end_of_the_warm_up(make):
+    harness = make()
+    harness.engine.warmup_gate.close()
+    harness.loop.start()
+    with pytest.raises(NotReady, match="warming up"):
+        harness.loop.reserve("a")
+
+
+def test_a_failing_warm_up_is_a_failed_loop(make):
+    harness = make(FakeEngine(warmup_fault=RuntimeError("no memory")))
+    harness.loop.start()
+    assert harness.states.get(timeout=PATIENCE_S) is LoopState.FAILED
+
+
+def test_draining_finishes_what_is_here_and_takes_nothing_new(make):
+    harness = make().start()
+    harness.engine.gate.close()
+    mailbox = harness.ask("a", "w " * 5, seed=6)
+    harness.loop.drain()
+    with pytest.raises(Draining):
+        harness.loop.reserve("b")
+    harness.engine.gate.open()
+    check_speech(listen(mailbox), 6, 5)
+
+
+def test_stopping_tells_those_who_are_left(make):
+    harness = make(FakeEngine(num_slots=1)).start()
+    harness.engine.gate.close()
+    running, waiting = harness.ask("a", "w " * 1000), harness.ask("b", "w")
+    stopper = threading.Thread(target=harness.loop.stop)
+    stopper.start()
+    while harness.loop.state is not LoopState.STOPPED:
+        pass
+    harness.engine.gate.open()
+    stopper.join(PATIENCE_S)
+    assert isinstance(listen(running)[-1].error, Draining)
+    assert isinstance(listen(waiting)[-1].error, Draining)
+
+
+def test_a_frame_does_not_keep_its_step_alive(make):
+    harness = make().start()
+    frame = next(event for event in listen(harness.ask("a", "x")) if isinstance(event, Frame))
+    assert frame.audio_s.base is None
