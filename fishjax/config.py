@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
@@ -36,9 +36,7 @@ class TransformerConfig:
     def __post_init__(self):
         _positive(self, "num_layers", "dim", "num_heads", "num_kv_heads", "head_dim", "ffn_dim")
         if self.num_heads % self.num_kv_heads:
-            raise WeightsError(
-                f"num_heads ({self.num_heads}) must be a multiple of num_kv_heads ({self.num_kv_heads})"
-            )
+            raise WeightsError(f"num_heads ({self.num_heads}) must be a multiple of num_kv_heads ({self.num_kv_heads})")
         if self.dim % self.num_heads:
             raise WeightsError(f"dim ({self.dim}) must be a multiple of num_heads ({self.num_heads})")
         if self.head_dim % 2:
@@ -257,6 +255,28 @@ class CodecConfig:
     def from_file(cls, path: Path) -> CodecConfig:
         """From a codec `config.json`; a wrong file is a `WeightsError` that names it."""
         return cls.from_dict(read_json(path))
+
+
+@dataclass(frozen=True, slots=True)
+class SpeechProfile:
+    """How a model likes to be used: `generation_config.json` beside its `config.json`; absent fields keep these."""
+
+    temperature: float = 0.8
+    top_p: float = 0.8
+    top_k: int = 30
+    segment_bytes: int = 200  # long text is spoken in segments of at most so many UTF-8 bytes
+    max_segment_frames: int = 1024
+    max_history_segments: int | None = None  # None: as many as fit a slot
+    max_reference_s: float = 30.0  # a reference clip is trimmed to this
+    keep_tags: bool = True  # [laugh] and the like reach the model; False: it was trained without, they are dropped
+
+    @classmethod
+    def from_file(cls, path: Path) -> SpeechProfile:
+        """From a `generation_config.json`; a file that is not there gives the defaults."""
+        if not path.exists():
+            return cls()
+        raw = read_json(path)
+        return cls(**{f.name: raw[f.name] for f in fields(cls) if f.name in raw})
 
 
 def read_json(path: Path) -> dict[str, Any]:

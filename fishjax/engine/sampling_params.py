@@ -18,21 +18,22 @@ class SamplingParams:
 
     temperature: 0 < t < 2, acts on the entries that top_p and top_k leave. top_p: 0 < p <= 1, judged at
     temperature 1. top_k: at least 1; 1 is greedy. seed: 0 .. 2^32 - 1; the same seed gives the same codes.
-    max_frames: frames after which the request is stopped, at least 1.
+    max_frames: frames after which the request is stopped, at least 1; None: only the model's own limit a segment.
     """
 
     temperature: float = 0.8
     top_p: float = 0.8
     top_k: int = 30
     seed: int = 0
-    max_frames: int = 1024
+    max_frames: int | None = None
 
     def __post_init__(self):
         _check_real("temperature", self.temperature, "above 0 and below 2", lambda value: 0 < value < 2)
         _check_real("top_p", self.top_p, "above 0 and at most 1", lambda value: 0 < value <= 1)
         _check_integer("top_k", self.top_k, 1, _MAX_INT32)
         _check_integer("seed", self.seed, 0, _MAX_SEED)
-        _check_integer("max_frames", self.max_frames, 1, _MAX_INT32)
+        if self.max_frames is not None:
+            _check_integer("max_frames", self.max_frames, 1, _MAX_INT32)
 
 
 def _check_real(name: str, value: object, limits: str, inside) -> None:

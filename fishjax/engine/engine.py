@@ -1,0 +1,207 @@
+"""The engine: weights and slots on the device, driven by five verbs. NumPy in, NumPy out.
+
+    prefill(columns) -> Prefix -> insert(prefix, slot) -> step(run) -> frames ... -> extract(slot) / free(slot)
+
+One step is two device programs: `decode_step` (codes) and `codec_step` (sound). `step` only dispatches; its result
+is read through `PendingStep.result()`, one step late, so that the device never waits for Python. Every program has
+one shape per engine (prefill: one per bucket) and is compiled by `warmup`. Knows nothing of text, requests or clocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+
+import jax
+import numpy as np
+
+from fishjax.codec import Codec
+from fishjax.codec.stream import init_stream
+from fishjax.engine import steps
+from fishjax.engine.sampling_params import SamplingParams
+from fishjax.engine.state import Prefix, StepInputs, StepOutput, new_state, segment_start
+from fishjax.errors import InvalidRequest, PromptTooLong
+from fishjax.model.cache import init_cache
+from fishjax.model.dual_ar import DualAR, slice_head
+
+_SMALLEST_BUCKET = 16
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """One step, on the host. Rows of slots that did not run are meaningless.
+
+    `codes_BK` int32 (slots, codebooks); `is_end_B` bool: the model ended its segment and the row is not sound;
+    `audio_Bs` float32 (slots, samples_per_frame) in -1..1.
+    """
+
+    codes_BK: np.ndarray
+    is_end_B: np.ndarray
+    audio_Bs: np.ndarray
+
+
+class PendingStep:
+    """A step that the device is making; `result()` waits for it."""
+
+    def __init__(self, output: StepOutput, audio_Bs: jax.Array):
+        self._output, self._audio_Bs = output, audio_Bs
+        for array in (output.codes_BK, output.is_end_B, audio_Bs):
+            array.copy_to_host_async()
+
+    def result(self) -> StepResult:
+        """Block until the frames are on the host."""
+        return StepResult(
+            codes_BK=np.asarray(self._output.codes_BK),
+            is_end_B=np.asarray(self._output.is_end_B),
+            audio_Bs=np.asarray(self._audio_Bs),
+        )
+
+
+class Engine:
+    """A model, its codec and `num_slots` slots of `max_len` columns each.
+
+    `max_reference_s` is the longest reference clip in seconds. Not thread-safe: one loop owns it.
+    """
+
+    def __init__(
+        self,
+        model: DualAR,
+        codec: Codec,
+        *,
+        im_end_id: int,
+        num_slots: int,
+        max_len: int,
+        kv_dtype=None,
+        max_reference_s: float = 30.0,
+        model_name: str = "fishjax",
+    ):
+        config = model.config
+        if num_slots < 1:
+            raise InvalidRequest(f"slots must be at least 1, not {num_slots}")
+        if not _SMALLEST_BUCKET <= max_len <= config.max_seq_len:
+            raise InvalidRequest(
+                f"max-len must lie in {_SMALLEST_BUCKET}..{config.max_seq_len} (the model's longest), not {max_len}"
+            )
+        self.config, self.codec_config = config, codec.config
+        self.num_slots, self.max_len, self.model_name = num_slots, max_len, model_name
+        self.num_codebooks = config.num_codebooks
+        self.sample_rate_hz = codec.config.sample_rate_hz
+        self.samples_per_frame = codec.config.samples_per_frame
+        self.frame_rate_hz = codec.config.frame_rate_hz
+        self.max_reference_frames = max(1, round(max_reference_s * self.frame_rate_hz))
+
+        kv_dtype = kv_dtype or model.slow.norm.weight[...].dtype
+        head_NK = slice_head(model, im_end_id)
+        self._decode = steps.bind(model, steps.decode_step, donate=(1,), first=(head_NK,))
+        self._prefill = steps.bind(model, steps.prefill_step)
+        self._sound = steps.bind(codec, steps.codec_step, donate=(0,))
+        self._encode = steps.bind(codec, steps.encode_step)
+        self._insert = jax.jit(steps.insert_slot, donate_argnums=(0, 1))
+        self._extract = jax.jit(steps.extract_slot)
+
+        self._state = new_state(config, num_slots, max_len, kv_dtype)
+        self._codec_state = self._silence(num_slots)
+        self._empty_cache = init_cache(config, 1, max_len, kv_dtype)
+        self._silent_row = self._silence(1)
+        self._reset_B = np.zeros(num_slots, bool)
+        self._cancel_B = np.zeros(num_slots, bool)
+
+    def warmup(self, progress: Callable[[str], None] | None = None) -> None:
+        """Compile every program by running it once; afterwards nothing compiles. `progress` hears what is next."""
+        say = progress or (lambda _: None)
+        prefix = None
+        for bucket in self._buckets():
+            say(f"prefill of {bucket} columns")
+            columns = np.zeros((self.num_codebooks + 1, min(bucket, self.max_len - 1) + 1), np.int32)
+            prefix = self.prefill(columns, SamplingParams())
+        say("decode step")
+        assert prefix is not None
+        self.insert(prefix, 0)
+        self.step([0]).result()
+        self.insert(self.extract(0), 0)
+        self.free(0)
+        self.step([]).result()
+        say("reference encoder")
+        self.encode_reference(np.zeros(self.samples_per_frame, np.float32))
+
+    def prefill(
+        self,
+        columns_CT: np.ndarray,
+        sampling: SamplingParams,
+        *,
+        prefix: Prefix | None = None,
+        prefix_length: int = 0,
+        first_frame: int = 0,
+    ) -> Prefix:
+        """Read all but the last of `columns_CT` int32 (C+1, T) into a cache; the first step reads the last one.
+
+        With `prefix` the columns follow the first `prefix_length` of its columns (its own state is left as it
+        was). `first_frame` counts the frames that the request already has: it keys the random numbers.
+        Raises PromptTooLong when no position is left for a frame.
+        """
+        num_new = columns_CT.shape[1] - 1
+        length = prefix_length + num_new
+        if num_new < 0:
+            raise InvalidRequest("a prompt needs at least one column")
+        if length >= self.max_len:
+            raise PromptTooLong(f"the prompt has {length + 1} columns; a slot holds {self.max_len}: shorten it")
+        cache = self._empty_cache if prefix is None else prefix.cache
+        done = 0
+        while done < num_new:
+            bucket = next((b for b in self._buckets() if b >= num_new - done), self._buckets()[-1])
+            chunk_1KT = np.zeros((1, columns_CT.shape[0], bucket), np.int32)
+            width = min(bucket, num_new - done)
+            chunk_1KT[0, :, :width] = columns_CT[:, done : done + width]
+            cache = self._prefill(cache, chunk_1KT, np.array([prefix_length + done], np.int32))
+            done += width
+        return Prefix(slots=segment_start(columns_CT[:, -1], length, first_frame, sampling), cache=cache)
+
+    def insert(self, prefix: Prefix, slot: int) -> None:
+        """Put a request into a slot; its next step makes its next frame."""
+        self._reset_B[slot] = prefix.codec is None
+        self._cancel_B[slot] = False
+        codec_row = self._silent_row if prefix.codec is None else prefix.codec
+        self._state, self._codec_state = self._insert(
+            self._state, self._codec_state, prefix.slots, prefix.cache, codec_row, np.int32(slot)
+        )
+
+    def step(self, run: Collection[int]) -> PendingStep:
+        """Make the next frame of each slot in `run`; returns at once."""
+        run_B = np.zeros(self.num_slots, bool)
+        run_B[list(run)] = True
+        inputs = StepInputs(run_B=run_B, reset_B=self._reset_B.copy(), cancel_B=self._cancel_B.copy())
+        self._state, output = self._decode(self._state, inputs)
+        self._codec_state, audio_Bs = self._sound(self._codec_state, output, inputs)
+        self._reset_B &= ~run_B
+        self._cancel_B[:] = False
+        return PendingStep(output, audio_Bs)
+
+    def extract(self, slot: int) -> Prefix:
+        """Take a copy of everything that the request in `slot` needs to go on elsewhere to the same codes."""
+        slots, cache, codec = self._extract(self._state, self._codec_state, np.int32(slot))
+        return Prefix(slots=slots, cache=cache, codec=None if self._reset_B[slot] else codec)
+
+    def free(self, slot: int) -> None:
+        """Empty a slot (carried out by the next step)."""
+        self._cancel_B[slot] = True
+
+    def encode_reference(self, audio_T: np.ndarray) -> np.ndarray:
+        """Mono float32 samples at `sample_rate_hz` -> codes int32 (codebooks, frames); trimmed to the longest clip."""
+        longest = self.max_reference_frames * self.samples_per_frame
+        audio_T = np.asarray(audio_T, np.float32)[:longest]
+        if not audio_T.size:
+            raise InvalidRequest("the reference audio is empty")
+        padded_BT = np.zeros((1, longest), np.float32)
+        padded_BT[0, : audio_T.size] = audio_T
+        num_frames = -(-audio_T.size // self.samples_per_frame)
+        return np.asarray(self._encode(padded_BT))[0, :, :num_frames]
+
+    def _buckets(self) -> list[int]:
+        """Prefill widths: powers of two, the last one at least as long as a slot."""
+        widths = [_SMALLEST_BUCKET]
+        while widths[-1] < self.max_len:
+            widths.append(2 * widths[-1])
+        return widths
+
+    def _silence(self, batch: int):
+        return init_stream(self.codec_config, batch, max_frames=self.max_len)

@@ -1,0 +1,137 @@
+"""The device programs: pure functions from state to state, and `bind`, which compiles one over a module's weights.
+
+decode_step: column -> slow step -> semantic candidate -> fast loop -> codes -> next column
+codec_step:  codes -> sound, each slot's stream state carried
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from fishjax.codec import Codec
+from fishjax.codec.stream import CodecStreamState, stream_decode
+from fishjax.engine import sampling
+from fishjax.engine.state import DecodeState, SlotState, StepInputs, StepOutput
+from fishjax.model.cache import KVCache
+from fishjax.model.dual_ar import DualAR
+
+
+def bind(module: nnx.Module, fn: Callable, *, first: tuple = (), donate: tuple[int, ...] = ()) -> Callable:
+    """`fn(module, *first, *args)` as one jitted function of `args`.
+
+    The module is split once and its weights go in as flat leaves: walking an nnx object on every call costs
+    milliseconds of Python. `donate` counts positions in (*first, *args).
+    """
+    graph, state = nnx.split(module)
+    leaves, tree = jax.tree.flatten(state)
+
+    def run(leaves: list[jax.Array], *args: Any) -> Any:
+        return fn(nnx.merge(graph, jax.tree.unflatten(tree, leaves)), *args)
+
+    run.__name__ = fn.__name__
+    return partial(jax.jit(run, donate_argnums=tuple(1 + position for position in donate)), leaves, *first)
+
+
+def decode_step(
+    model: DualAR, head_NK: jax.Array, state: DecodeState, inputs: StepInputs
+) -> tuple[DecodeState, StepOutput]:
+    """One frame for every slot that runs. Rows are independent: nothing of a slot depends on its neighbours."""
+    config, slots = model.config, state.slots
+    num_semantic = head_NK.shape[0] - 1
+
+    # Slots that do not run write outside the cache, that is nowhere.
+    start_B = jnp.where(inputs.run_B, slots.length_B, state.cache.max_len)
+    x_B1D = model.slow.embed(slots.column_BK[:, :, None], generation=True)
+    hidden_B1D, cache = model.slow.extend(x_B1D, start_B, state.cache)
+    hidden_BD = hidden_B1D[:, 0]
+
+    knobs = sampling.Knobs(slots.temperature_B, slots.top_p_B, slots.top_k_B)
+    logits_BN = model.slow.logits(hidden_BD, head_NK)
+    # The line that samples the semantic token of a frame.
+    candidate_B = sampling.sample_semantic(logits_BN, slots.window_BW, knobs, slots.seed_B, slots.frame_B)
+    semantic_B = jnp.minimum(candidate_B, config.codebook_size - 1)
+
+    def pick(codebook: int, logits_BN: jax.Array) -> jax.Array:
+        return sampling.sample_code(logits_BN, knobs, slots.seed_B, slots.frame_B, codebook)
+
+    codes_BK = model.fast.frame(model.fast_input(hidden_BD), semantic_B, pick)
+
+    token_B = config.semantic_begin_id + candidate_B
+    stepped = dataclasses.replace(
+        slots,
+        length_B=slots.length_B + 1,
+        column_BK=jnp.concatenate([token_B[:, None], codes_BK], axis=1),
+        # The first frame of a segment never enters the window.
+        window_BW=jnp.where(
+            (slots.segment_frame_B > 0)[:, None],
+            jnp.concatenate([slots.window_BW[:, 1:], candidate_B[:, None]], axis=1),
+            slots.window_BW,
+        ),
+        frame_B=slots.frame_B + 1,
+        segment_frame_B=slots.segment_frame_B + 1,
+    )
+    slots = _where(inputs.run_B, stepped, slots)
+    slots = dataclasses.replace(slots, length_B=jnp.where(inputs.cancel_B, 0, slots.length_B))
+    output = StepOutput(is_end_B=candidate_B == num_semantic, codes_BK=codes_BK)
+    return DecodeState(slots=slots, cache=cache), output
+
+
+def codec_step(
+    codec: Codec, state: CodecStreamState, output: StepOutput, inputs: StepInputs
+) -> tuple[CodecStreamState, jax.Array]:
+    """Sound of the frames just made: (state, audio_Bs float32). The end of speech is not sound."""
+    sounds_B = inputs.run_B & ~output.is_end_B
+    state, audio_Bs = stream_decode(codec, state, output.codes_BK[:, :, None], sounds_B, inputs.reset_B & sounds_B)
+    return state, audio_Bs.astype(jnp.float32)
+
+
+def prefill_step(model: DualAR, cache: KVCache, columns_BKT: jax.Array, start_B: jax.Array) -> KVCache:
+    """Read columns (1, C+1, T) into a one-row cache at `start_B`; no logits."""
+    return model.slow.extend(model.slow.embed(columns_BKT, generation=True), start_B, cache)[1]
+
+
+def encode_step(codec: Codec, audio_BT: jax.Array) -> jax.Array:
+    """Sound (B, samples) -> codes_BKT int32."""
+    return codec.encode(audio_BT)[0]
+
+
+def insert_slot(
+    state: DecodeState,
+    codec_state: CodecStreamState,
+    row: SlotState,
+    cache: KVCache,
+    codec_row: CodecStreamState,
+    slot: jax.Array,
+) -> tuple[DecodeState, CodecStreamState]:
+    """Overwrite one slot with a one-row prefix."""
+
+    def put(whole: jax.Array, part: jax.Array) -> jax.Array:
+        return jax.lax.dynamic_update_slice_in_dim(whole, part.astype(whole.dtype), slot, axis=0)
+
+    slots = jax.tree.map(put, state.slots, row)
+    return DecodeState(slots=slots, cache=jax.tree.map(put, state.cache, cache)), jax.tree.map(
+        put, codec_state, codec_row
+    )
+
+
+def extract_slot(
+    state: DecodeState, codec_state: CodecStreamState, slot: jax.Array
+) -> tuple[SlotState, KVCache, CodecStreamState]:
+    """Copies of one slot's rows."""
+
+    def take(whole: jax.Array) -> jax.Array:
+        return jax.lax.dynamic_slice_in_dim(whole, slot, 1, axis=0)
+
+    return jax.tree.map(take, (state.slots, state.cache, codec_state))
+
+
+def _where(mask_B: jax.Array, new: Any, old: Any) -> Any:
+    """Row-wise choice between two pytrees whose leaves have the slot axis first."""
+    return jax.tree.map(lambda a, b: jnp.where(mask_B.reshape(-1, *(1,) * (a.ndim - 1)), a, b), new, old)

@@ -1,0 +1,81 @@
+"""A model folder, ready to speak: what `fishjax.load` returns, and the shortest way from text to sound.
+
+    load(folder) -> SpeechModel -> utterance(text, references) -> speak(utterance) -> samples, frame by frame
+
+The server drives the same engine and utterances with many slots at once (`serving/loop.py`); this is the
+one-request form of it, used by `python -m fishjax say`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from fishjax.config import SpeechProfile
+from fishjax.engine.engine import Engine
+from fishjax.engine.sampling_params import SamplingParams
+from fishjax.engine.utterance import Utterance
+from fishjax.text.prompt import Prompter, Reference
+
+MINNOW = Path(__file__).parent / "minnow"
+
+
+@dataclass(frozen=True)
+class SpeechModel:
+    """An engine and what the text side needs to know of its model."""
+
+    engine: Engine
+    prompter: Prompter
+    profile: SpeechProfile
+
+    def utterance(
+        self, text: str, references: Sequence[Reference] = (), sampling: SamplingParams | None = None
+    ) -> Utterance:
+        """A request ready to be spoken. Raises InvalidRequest for blank text, PromptTooLong for too long a prompt."""
+        return Utterance(
+            text,
+            references,
+            sampling or self.default_sampling(),
+            prompter=self.prompter,
+            profile=self.profile,
+            max_len=self.engine.max_len,
+            frame_rate_hz=self.engine.frame_rate_hz,
+        )
+
+    def reference(self, audio_T: np.ndarray, transcript: str) -> Reference:
+        """A voice to speak with: mono float32 samples at the engine's rate, and what is said in them."""
+        return Reference(transcript, self.engine.encode_reference(audio_T))
+
+    def default_sampling(self, seed: int = 0) -> SamplingParams:
+        """The model's own sampling defaults."""
+        profile = self.profile
+        return SamplingParams(profile.temperature, profile.top_p, profile.top_k, seed)
+
+    def speak(self, utterance: Utterance) -> Iterator[np.ndarray]:
+        """Sound of an utterance, one frame (samples_per_frame float32 samples) at a time, from slot 0."""
+        engine, prefix = self.engine, None
+        while (prompt := utterance.next_prompt()) is not None:
+            prefix = engine.prefill(
+                prompt.columns_CT,
+                utterance.sampling,
+                prefix=prefix,
+                prefix_length=prompt.prefix_length,
+                first_frame=prompt.first_frame,
+            )
+            engine.insert(prefix, 0)
+            pending = engine.step([0])
+            while True:
+                # The next step is under way while this one is read.
+                following = engine.step([0])
+                frame = pending.result()
+                accepted = utterance.accept(frame.codes_BK[0], bool(frame.is_end_B[0]))
+                if accepted.keep:
+                    yield frame.audio_Bs[0]
+                if accepted.segment_done:
+                    break
+                pending = following
+            prefix = engine.extract(0)
+            engine.free(0)
