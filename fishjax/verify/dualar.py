@@ -201,13 +201,21 @@ class _Comparison:
         for name in ("seed", "im_end_id", "ras_window", "ras_temperature", "ras_top_p"):
             if name in self.settings:
                 self.settings.read(name)
-        for name in self.golden.names("prompt"):
-            self.golden.read(name)
+        self.prompts()
         self.generate_forward()
         self.prefill_and_step()
         self.rope()
         self.train()
         self.probabilities()
+
+    def prompts(self) -> None:
+        """Recorded prompts are inputs; through the cache and without it they must give the same hidden states."""
+        for name in self.golden.names("prompt"):
+            columns_KT = np.asarray(self.golden.read(name), np.int32)
+            hidden_TD, _ = self.replayer.prefill(columns_KT)
+            without_1TD, _ = self.model.generate_forward(jnp.asarray(columns_KT)[None])
+            error = difference(np.asarray(without_1TD[0]), hidden_TD, exact=False)
+            self.golden.check(f"{name}: cached = cache-free", error, FLOAT_TOLERANCE)
 
     def generate_forward(self) -> None:
         """Cache-free generate forward of a batch."""
