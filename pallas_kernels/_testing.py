@@ -105,3 +105,11 @@ def adversarial_signs(rng: np.random.Generator, M: int, N: int, K: int) -> tuple
     x = rng.choice(grid, (M, K // 2))
     w = rng.choice(grid, (N, K // 2))
     return np.concatenate([x, x[:, rng.permutation(K // 2)]], 1), np.concatenate([w, -w[:, rng.permutation(K // 2)]], 1)
+
+
+def gpu_interpreter():
+    """Pallas' GPU interpreter with race detection, or None where this JAX has none that runs FP8 (before 0.11)."""
+    from jax.experimental.pallas import mosaic_gpu
+
+    params = getattr(mosaic_gpu, "InterpretGPUParams", None)
+    return None if params is None else params(detect_races=True)

@@ -8,7 +8,8 @@ import jax.numpy as jnp
 from .. import _dispatch
 from ..quantize_blocks.api import quantize_blocks
 from ..types import BLOCK, BlockScaled
-from . import reference
+from . import mosaic_sm90, reference
+from .config import Config
 
 OP = "block_scaled_matmul"
 
@@ -19,6 +20,7 @@ def block_scaled_matmul(
     *,
     out_dtype: jnp.dtype | None = None,
     backend: _dispatch.Backend | str | None = None,
+    config: Config | None = None,
 ) -> jax.Array:
     """y = x w^T with FP8 operands, one float32 scale per 1 x 128 of x and per 128 x 128 of w.
 
@@ -27,6 +29,7 @@ def block_scaled_matmul(
       w_NK: (N, K) quantised with block (128, 128), or prepared by `prepare_weights`. K a multiple of 128, any N.
       out_dtype: type of y; None means x's type, bfloat16 when x is already quantised.
       backend: None, "reference" or "mosaic".
+      config: tile choices of the mosaic kernel; None takes the default for the shape.
 
     Returns:
       y_MN. Row m depends on row m of x alone.
@@ -38,8 +41,11 @@ def block_scaled_matmul(
     check_operands(OP, x_MK, w_NK)
     if out_dtype is None:
         out_dtype = jnp.bfloat16 if isinstance(x_MK, BlockScaled) else x_MK.dtype
-    _dispatch.choose(OP, backend, _dispatch.no_kernel_yet)
-    x_MK = x_MK if isinstance(x_MK, BlockScaled) else quantize_blocks(x_MK, backend=backend)
+    M, K = x_MK.shape
+    taken = _dispatch.choose(OP, backend, lambda: mosaic_sm90.why_not(M, w_NK.shape[0], K, config))
+    x_MK = x_MK if isinstance(x_MK, BlockScaled) else quantize_blocks(x_MK)
+    if taken is _dispatch.Backend.MOSAIC:
+        return mosaic_sm90.block_scaled_matmul(x_MK, w_NK, jnp.dtype(out_dtype), config)
     return reference.block_scaled_matmul(x_MK, w_NK, jnp.dtype(out_dtype))
 
 

@@ -47,5 +47,5 @@ def mx_matmul(
     if out_dtype is None:
         out_dtype = jnp.bfloat16 if isinstance(x_MK, MxScaled) else x_MK.dtype
     _dispatch.choose(OP, backend, _dispatch.no_kernel_yet)
-    x_MK = x_MK if isinstance(x_MK, MxScaled) else quantize_mx(x_MK, backend=backend)
+    x_MK = x_MK if isinstance(x_MK, MxScaled) else quantize_mx(x_MK)
     return reference.mx_matmul(x_MK, w_NK, jnp.dtype(out_dtype))

@@ -1,0 +1,73 @@
+"""The Hopper matmul without a Hopper: it lowers for CUDA at every real shape; the GPU interpreter runs it."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import pallas_kernels as pk
+from pallas_kernels._testing import TOLERANCES, gpu_interpreter, rel_err
+from pallas_kernels.block_scaled_matmul import mosaic_sm90
+from pallas_kernels.block_scaled_matmul.arg_specs import ROWS, SPECS
+from pallas_kernels.block_scaled_matmul.config import Config, can_run, default_config
+from pallas_kernels.types import BlockScaled
+
+
+def shapes(M, N, K):
+    rows, f8, f32 = -(-N // 64) * 64, jnp.float8_e4m3fn, jnp.float32
+    line = -(-(K // 128) // 32) * 32
+    x = BlockScaled(jax.ShapeDtypeStruct((M, K), f8), jax.ShapeDtypeStruct((M, K // 128), f32))
+    grid = jax.ShapeDtypeStruct((-(-rows // 128), line), f32)
+    return x, BlockScaled(jax.ShapeDtypeStruct((rows, K), f8), grid, N)
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=lambda s: s.name)
+def test_every_real_shape_has_a_config(spec):
+    for M in ROWS:
+        rows = -(-spec.N // 64) * 64
+        tile_m = -(-M // 8) * 8
+        assert can_run(default_config(tile_m, rows, spec.K), tile_m, rows, spec.K) is None
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=lambda s: s.name)
+@pytest.mark.parametrize("change", [{}, {"combine": "sum"}, {"early": True}], ids=str)
+def test_lowers_for_cuda(spec, change):
+    for M in (1, 64):
+        config = dataclasses.replace(default_config(-(-M // 8) * 8, -(-spec.N // 64) * 64, spec.K), **change)
+        call = functools.partial(mosaic_sm90.block_scaled_matmul, out_dtype=jnp.bfloat16, config=config)
+        text = jax.jit(call).trace(*shapes(M, spec.N, spec.K)).lower(lowering_platforms=("cuda",)).as_text()
+        assert "mosaic_gpu" in text
+
+
+@pytest.mark.skipif(gpu_interpreter() is None, reason="the GPU interpreter runs FP8 from jax 0.11 on")
+@pytest.mark.parametrize(
+    ("M", "N", "K", "config"),
+    [
+        (8, 128, 512, Config(64, 1, 2)),
+        (3, 100, 640, Config(64, 2, 2, "sum")),
+        (16, 128, 256, Config(128, 1, 4)),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_interpreter_equals_float64(M, N, K, config, dtype):
+    rng = np.random.default_rng(M)
+    grid = np.kron(2.0 ** rng.uniform(-4, 4, (-(-N // 128), K // 128)), np.ones((128, 128)))[:N]
+    x = pk.quantize_blocks(jnp.asarray(rng.standard_normal((M, K)), jnp.float32))
+    w = pk.quantize_blocks(jnp.asarray(rng.standard_normal((N, K)) * grid, jnp.float32), (128, 128))
+    ref = np.asarray(x.dequantize(), np.float64) @ np.asarray(w.dequantize(), np.float64).T
+    y = mosaic_sm90.block_scaled_matmul(x, w, dtype, config, interpret=gpu_interpreter())
+    assert y.shape == (M, N) and y.dtype == dtype
+    assert rel_err(y, ref) <= TOLERANCES["matmul", jnp.dtype(dtype).name].bound
+
+
+def test_can_run_says_what_is_wrong():
+    assert "multiple of 8" in can_run(Config(), 12, 128, 128)
+    assert "tile_n" in can_run(Config(tile_n=128), 8, 64, 128)
+    assert "multiple of 128" in can_run(Config(), 8, 64, 100)
+    assert "splits" in can_run(Config(splits=4), 8, 64, 256)
+    assert "cluster" in can_run(Config(splits=16), 8, 64, 4096)
+    assert "shared memory" in can_run(Config(tile_n=128, stages=12), 128, 128, 4096)
