@@ -10,8 +10,9 @@ from __future__ import annotations
 import functools
 import hashlib
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -192,6 +193,7 @@ class _Comparison:
     def __init__(self, config: ModelConfig, model: DualAR, golden: GoldenFile, settings: GoldenFile):
         self.config, self.model, self.golden, self.settings = config, model, golden, settings
         self.replayer = Replayer(model)
+        self._graph, self._state = nnx.split(model)
 
     def all(self) -> None:
         """Compare everything that is there."""
@@ -213,7 +215,7 @@ class _Comparison:
         for name in self.golden.names("prompt"):
             columns_KT = np.asarray(self.golden.read(name), np.int32)
             hidden_TD, _ = self.replayer.prefill(columns_KT)
-            without_1TD, _ = self.model.generate_forward(jnp.asarray(columns_KT)[None])
+            without_1TD, _ = self._run(DualAR.generate_forward, jnp.asarray(columns_KT)[None])
             error = difference(np.asarray(without_1TD[0]), hidden_TD, exact=False)
             self.golden.check(f"{name}: cached = cache-free", error, FLOAT_TOLERANCE)
 
@@ -223,7 +225,7 @@ class _Comparison:
         if "inp" in self.golden:
             pairs.append(("inp", "generate_"))
         for inputs, prefix in pairs:
-            hidden_BTD, logits_BTV = self.model.generate_forward(self._columns(inputs))
+            hidden_BTD, logits_BTV = self._run(DualAR.generate_forward, self._columns(inputs))
             self._compare(f"{prefix}logits_all", logits_BTV)
             self._compare(f"{prefix}hidden_all", self.model.fast_hidden(hidden_BTD))
 
@@ -290,7 +292,8 @@ class _Comparison:
             self._train("", self._columns("inp"), self.golden.read("labels"), None)
 
     def _train(self, prefix: str, columns_BKT: jax.Array, labels_BKT: np.ndarray, mask_BT: np.ndarray | None) -> None:
-        hidden_BTD, logits_BTV = self.model.train_logits(columns_BKT, None if mask_BT is None else jnp.asarray(mask_BT))
+        mask = None if mask_BT is None else jnp.asarray(mask_BT)
+        hidden_BTD, logits_BTV = self._run(DualAR.train_logits, columns_BKT, mask)
         valid_BT = np.ones(columns_BKT[:, 0].shape, bool) if mask_BT is None else ~mask_BT
         valid_logits = np.asarray(logits_BTV)[valid_BT]
         self._compare(f"{prefix}token_logits_valid", valid_logits)
@@ -299,7 +302,7 @@ class _Comparison:
             batched = self.golden.read(name).ndim == 3
             self._compare(name, logits_BTV if batched else valid_logits)
         hidden_ND, codes_NK = select_frames(self.config, hidden_BTD, labels_BKT)
-        self._compare(f"{prefix}codebook_logits", self.model.fast_logits(hidden_ND, codes_NK))
+        self._compare(f"{prefix}codebook_logits", self._run(DualAR.fast_logits, hidden_ND, codes_NK))
 
     def probabilities(self) -> None:
         """Filtered probabilities of recorded logits, for each row of settings."""
@@ -318,6 +321,9 @@ class _Comparison:
             probs_BN = sampling.probabilities(logits_BN, knobs, reference=True)
             self.golden.compare(name.removesuffix("logits") + "probs", np.asarray(probs_BN), PROBABILITY_TOLERANCE)
 
+    def _run(self, method: Callable[..., Any], *args: Any) -> Any:
+        return _jitted(method, self._graph, self._state, *args)
+
     def _columns(self, name: str) -> jax.Array:
         return jnp.asarray(self.golden.read(name), jnp.int32)
 
@@ -329,6 +335,11 @@ class _Comparison:
     def _compare(self, name: str, actual: Any) -> None:
         if name in self.golden:
             self.golden.compare(name, np.asarray(actual), FLOAT_TOLERANCE)
+
+
+@partial(jax.jit, static_argnums=(0, 1))
+def _jitted(method: Callable[..., Any], graph: nnx.GraphDef, state: nnx.State, *args: Any) -> Any:
+    return method(nnx.merge(graph, state), *args)
 
 
 def _as_bfloat16(model: DualAR) -> DualAR:

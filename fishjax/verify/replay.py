@@ -8,6 +8,7 @@ never enters the repetition window; a second draw is made on every frame; the to
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import jax
@@ -70,14 +71,11 @@ class Run:
 
 
 class Replayer:
-    """A model, split once, and its two jitted programs: prefill of a prompt, and one frame."""
+    """A model, split once, driven by two jitted programs: prefill of a prompt, and one frame."""
 
     def __init__(self, model: DualAR):
         self.config = model.config
         self._graph, self._state = nnx.split(model)
-        self._dtype = model.slow.norm.weight[...].dtype
-        self._prefill = jax.jit(self._prefill_fn, static_argnums=3)
-        self._frame = jax.jit(self._frame_fn, donate_argnums=2)
 
     def prefill(self, columns_KT: np.ndarray, max_len: int | None = None) -> tuple[jax.Array, KVCache]:
         """Columns (C+1, T) -> (hidden_TD pre-norm of all positions, cache of one slot)."""
@@ -85,7 +83,7 @@ class Replayer:
         padded = np.zeros((columns_KT.shape[0], _round_up(length)), np.int32)
         padded[:, :length] = columns_KT
         max_len = _round_up(max(max_len or 0, length))
-        hidden_TD, cache = self._prefill(self._state, padded, jnp.zeros(1, jnp.int32), max_len)
+        hidden_TD, cache = _prefill(self._graph, max_len, self._state, padded)
         return hidden_TD[:length], cache
 
     def generate(
@@ -130,8 +128,18 @@ class Replayer:
             first = frame == 0
             ras_window = np.full_like(window, -1) if first or not settings.use_ras else window
             position = np.array([start + frame], np.int32)
-            out, hidden_D, cache = self._frame(
-                self._state, hidden_D, cache, position, knobs, high_knobs, bias_V, ras_window, slow_u, fast_u
+            out, hidden_D, cache = _frame(
+                self._graph,
+                self._state,
+                hidden_D,
+                cache,
+                position,
+                knobs,
+                high_knobs,
+                bias_V,
+                ras_window,
+                slow_u,
+                fast_u,
             )
             out = jax.device_get(out)
             columns.append(out["column_K1"])
@@ -155,54 +163,60 @@ class Replayer:
             ras_changed_at=changed,
         )
 
-    def _prefill_fn(self, state: nnx.State, columns_KT: jax.Array, start_B: jax.Array, max_len: int):
-        model = nnx.merge(self._graph, state)
-        cache = init_cache(self.config, 1, max_len, self._dtype)
-        x_BTD = model.slow.embed(columns_KT[None], generation=True)
-        hidden_BTD, cache = model.slow.extend(x_BTD, start_B, cache)
-        return hidden_BTD[0], cache
 
-    def _frame_fn(
-        self,
-        state: nnx.State,
-        hidden_D: jax.Array,
-        cache: KVCache,
-        position_B: jax.Array,
-        knobs: Knobs,
-        high_knobs: Knobs,
-        bias_V: jax.Array,
-        window_W: jax.Array,
-        slow_u_2V: jax.Array,
-        fast_u_KN: jax.Array,
-    ) -> tuple[dict[str, Any], jax.Array, KVCache]:
-        """Sample the frame that `hidden_D` predicts and read it into the cache at its position."""
-        config, model = self.config, nnx.merge(self._graph, state)
-        logits_BV = model.slow.logits(hidden_D[None]) + bias_V
-        normal_B, high_B = (
-            sampling.draw(sampling.probabilities(logits_BV, k, reference=True), u[None])
-            for k, u in ((knobs, slow_u_2V[0]), (high_knobs, slow_u_2V[1]))
-        )
-        is_semantic_B = (normal_B >= config.semantic_begin_id) & (normal_B <= config.semantic_end_id)
-        fired = jnp.any(window_W == normal_B[0]) & is_semantic_B[0]
-        token_B = sampling.repetition_aware(normal_B, high_B, window_W[None], is_semantic_B)
-        fast_logits = []
+@partial(jax.jit, static_argnums=(0, 1))
+def _prefill(graph: nnx.GraphDef, max_len: int, state: nnx.State, columns_KT: jax.Array):
+    """Columns (C+1, T) into a new cache of one slot -> (hidden_TD, cache)."""
+    model: DualAR = nnx.merge(graph, state)
+    cache = init_cache(model.config, 1, max_len, model.slow.norm.weight[...].dtype)
+    x_BTD = model.slow.embed(columns_KT[None], generation=True)
+    hidden_BTD, cache = model.slow.extend(x_BTD, jnp.zeros(1, jnp.int32), cache)
+    return hidden_BTD[0], cache
 
-        def pick(codebook: int, logits_BN: jax.Array) -> jax.Array:
-            fast_logits.append(logits_BN[0])
-            probs_BN = sampling.probabilities(logits_BN, knobs, reference=True)
-            return sampling.draw(probs_BN, fast_u_KN[codebook - 1][None])
 
-        codes_BK = model.fast.frame(model.fast_input(hidden_D[None]), model.semantic_code(token_B), pick)
-        column_BK1 = jnp.concatenate([token_B[:, None], codes_BK], axis=1)[:, :, None]
-        hidden_B1D, cache = model.slow.extend(model.slow.embed(column_BK1, generation=True), position_B, cache)
-        out = {
-            "column_K1": column_BK1[0],
-            "slow_logits": logits_BV[0],
-            "fast_logits": jnp.stack(fast_logits),
-            "fired": fired,
-            "changed": fired & (token_B[0] != normal_B[0]),
-        }
-        return out, hidden_B1D[0, 0], cache
+@partial(jax.jit, static_argnums=0, donate_argnums=3)
+def _frame(
+    graph: nnx.GraphDef,
+    state: nnx.State,
+    hidden_D: jax.Array,
+    cache: KVCache,
+    position_B: jax.Array,
+    knobs: Knobs,
+    high_knobs: Knobs,
+    bias_V: jax.Array,
+    window_W: jax.Array,
+    slow_u_2V: jax.Array,
+    fast_u_KN: jax.Array,
+) -> tuple[dict[str, Any], jax.Array, KVCache]:
+    """Sample the frame that `hidden_D` predicts and read it into the cache at its position."""
+    model: DualAR = nnx.merge(graph, state)
+    config = model.config
+    logits_BV = model.slow.logits(hidden_D[None]) + bias_V
+    normal_B, high_B = (
+        sampling.draw(sampling.probabilities(logits_BV, k, reference=True), u[None])
+        for k, u in ((knobs, slow_u_2V[0]), (high_knobs, slow_u_2V[1]))
+    )
+    is_semantic_B = (normal_B >= config.semantic_begin_id) & (normal_B <= config.semantic_end_id)
+    fired = jnp.any(window_W == normal_B[0]) & is_semantic_B[0]
+    token_B = sampling.repetition_aware(normal_B, high_B, window_W[None], is_semantic_B)
+    fast_logits = []
+
+    def pick(codebook: int, logits_BN: jax.Array) -> jax.Array:
+        fast_logits.append(logits_BN[0])
+        probs_BN = sampling.probabilities(logits_BN, knobs, reference=True)
+        return sampling.draw(probs_BN, fast_u_KN[codebook - 1][None])
+
+    codes_BK = model.fast.frame(model.fast_input(hidden_D[None]), model.semantic_code(token_B), pick)
+    column_BK1 = jnp.concatenate([token_B[:, None], codes_BK], axis=1)[:, :, None]
+    hidden_B1D, cache = model.slow.extend(model.slow.embed(column_BK1, generation=True), position_B, cache)
+    out = {
+        "column_K1": column_BK1[0],
+        "slow_logits": logits_BV[0],
+        "fast_logits": jnp.stack(fast_logits),
+        "fired": fired,
+        "changed": fired & (token_B[0] != normal_B[0]),
+    }
+    return out, hidden_B1D[0, 0], cache
 
 
 def _knobs(temperature: float, top_p: float, top_k: int) -> Knobs:
