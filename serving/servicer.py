@@ -62,6 +62,7 @@ STATUS: dict[type[FishjaxError], grpc.StatusCode] = {
 }
 """Every error has its own row; a test walks the subclasses."""
 
+GOODBYE_S = 5.0  # seconds that a caller has to read its status
 RETRY_METADATA = "grpc-retry-pushback-ms"
 FORMATS = {
     tts_pb2.AUDIO_FORMAT_UNSPECIFIED: AudioFormat.PCM_S16LE,
@@ -103,10 +104,12 @@ class TtsServicer(tts_pb2_grpc.TtsServicer):
             except grpc.aio.AbortError:
                 raise
             except Exception:
+                if context.cancelled():
+                    logger.info("the caller went away")  # in the middle of a write, which then fails
+                    return
                 logger.exception("a fault of the server")
-                await context.abort(
-                    grpc.StatusCode.INTERNAL, f"a fault of the server; its log has it as request {request_id}"
-                )
+                sentence = f"a fault of the server; its log has it as request {request_id}"
+                await _say_goodbye(context, grpc.StatusCode.INTERNAL, sentence)
 
     async def _synthesize(
         self,
@@ -286,4 +289,22 @@ async def _abort(context: grpc.aio.ServicerContext[Any, Any], error: FishjaxErro
         logger.info("refused: %s: %s", code.name, message)
     if isinstance(error, QueueFull):
         metadata = ((RETRY_METADATA, str(max(1, round(1000 * error.retry_after_s)))),)
-    await context.abort(code, message, trailing_metadata=metadata)
+    await _say_goodbye(context, code, message, metadata)
+
+
+async def _say_goodbye(
+    context: grpc.aio.ServicerContext[Any, Any],
+    code: grpc.StatusCode,
+    sentence: str,
+    metadata: tuple[tuple[str, str], ...] = (),
+) -> None:
+    """End a call with a status. It queues behind sound that is not read; we wait for a while, then leave it to gRPC."""
+    try:
+        async with asyncio.timeout(GOODBYE_S):
+            await context.abort(code, sentence, trailing_metadata=metadata)
+    except TimeoutError:
+        logger.warning("the caller does not read its status: let go without waiting")
+        raise asyncio.CancelledError from None
+    except grpc.aio.InternalError:
+        logger.info("the caller went away before it read its status")
+        raise asyncio.CancelledError from None

@@ -1,0 +1,111 @@
+"""The process: signals, exit codes, the command line."""
+
+import asyncio
+import os
+import re
+import signal
+import subprocess
+import sys
+
+import grpc
+import pytest
+
+from fishjax.rpc.v1 import tts_pb2, tts_pb2_grpc
+from serving.__main__ import run
+from serving._testing import FakeEngine, FakeSpeech
+from serving.config import ServerConfig
+
+PATIENCE_S = 10.0
+
+
+async def address_of(caplog):
+    """The address that the server logged."""
+    async with asyncio.timeout(PATIENCE_S):
+        while not (found := re.search(r"listening on (\S+);", caplog.text)):
+            await asyncio.sleep(0.001)
+    return found.group(1)
+
+
+@pytest.fixture
+def process(caplog):
+    caplog.set_level("INFO")
+    engine = FakeEngine()
+    config = ServerConfig(port=0, drain_s=PATIENCE_S, failure_linger_s=0.1)
+    yield lambda: asyncio.create_task(run(FakeSpeech(engine), config)), engine
+    engine.gate.open()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+
+
+async def start_speaking(address):
+    channel = grpc.aio.insecure_channel(address)
+    request = tts_pb2.SynthesizeRequest(text="w " * 20)
+    call = tts_pb2_grpc.TtsStub(channel).Synthesize(request, timeout=PATIENCE_S, wait_for_ready=True)
+    assert (await call.read()).HasField("header")
+    return channel, call
+
+
+async def test_a_signal_drains_and_exits_0(process, caplog):
+    start, engine = process
+    engine.gate.close()
+    running = start()
+    channel, call = await start_speaking(await address_of(caplog))
+    os.kill(os.getpid(), signal.SIGTERM)
+    async with asyncio.timeout(PATIENCE_S):
+        while "stopping; running requests have" not in caplog.text:
+            await asyncio.sleep(0.001)
+    engine.gate.open()
+    answer = None
+    while (message := await call.read()) is not grpc.aio.EOF:
+        answer = message
+    assert answer.summary.num_frames == 20
+    assert await asyncio.wait_for(running, PATIENCE_S) == 0
+    await channel.close()
+
+
+async def test_a_second_signal_does_not_wait(process, caplog):
+    start, engine = process
+    engine.gate.close()
+    running = start()
+    channel, call = await start_speaking(await address_of(caplog))
+    os.kill(os.getpid(), signal.SIGINT)
+    async with asyncio.timeout(PATIENCE_S):
+        while "stopping; running requests have" not in caplog.text:
+            await asyncio.sleep(0.001)
+    os.kill(os.getpid(), signal.SIGINT)
+    with pytest.raises(grpc.aio.AioRpcError):
+        while await call.read() is not grpc.aio.EOF:
+            pass
+    engine.gate.open()  # the step at the gate is the one the loop still ends
+    assert await asyncio.wait_for(running, PATIENCE_S / 2) == 0
+    await channel.close()
+
+
+async def test_a_failed_engine_ends_the_process_with_1(process, caplog):
+    start, engine = process
+    engine.fault = RuntimeError("device lost")
+    running = start()
+    channel, call = await start_speaking(await address_of(caplog))
+    with pytest.raises(grpc.aio.AioRpcError):
+        while await call.read() is not grpc.aio.EOF:
+            pass
+    assert await asyncio.wait_for(running, PATIENCE_S) == 1
+    assert "because the engine failed" in caplog.text
+    await channel.close()
+
+
+def serving(*arguments):
+    return subprocess.run([sys.executable, "-m", "serving", *arguments], capture_output=True, text=True, timeout=120)
+
+
+def test_help_names_units_and_defaults():
+    result = serving("--help")
+    assert result.returncode == 0
+    for option in ("--model", "--slots", "--max-len", "--host", "--port", "--precision", "127.0.0.1", "50051"):
+        assert option in result.stdout
+    assert "Seconds" in result.stdout
+
+
+def test_usage_errors_exit_2(tmp_path):
+    assert serving("--slots", "0").returncode == 2
+    assert serving("--port", "70000").returncode == 2
