@@ -1,6 +1,6 @@
 """The one thread that drives the engine: plan, dispatch a step, hand out the step before.
 
-    plan -> free, prefill, insert -> step (dispatched) -> read the previous step -> frames to their requests -> plan ...
+    plan -> free, prefill, insert -> step (dispatched) -> read the step before -> frames to their requests -> plan ...
 
 A step's results are read after the next one is dispatched, so that the device never waits for Python; what the next
 one then made of a request that was over is dropped as stale. A fault of the device ends the loop: everybody is told,
@@ -176,25 +176,37 @@ class SynthesisLoop(Generic[MailboxT]):
 
     def _serve(self) -> None:
         previous: tuple[Plan, PendingStep] | None = None
-        while (turn := self._next_turn(wait=previous is None)) is not None:
-            plan, work = turn
-            if work is not None:
-                _carry_out(*work)
+        while (plan := self._next_plan(wait=previous is None)) is not None:
             pending = self._dispatch(plan)
             if previous is not None:
                 self._settle(*previous)
             previous = (plan, pending) if pending is not None else None
+            # Last, while the device makes the step: nobody's finished frame waits for it.
+            self._do_one_piece_of_work()
 
-    def _next_turn(self, *, wait: bool) -> tuple[Plan, tuple[Future[Any], Callable[[], Any]] | None] | None:
-        """The next plan and piece of work; with `wait`, not before there is one. None: the loop is to end."""
+    def _next_plan(self, *, wait: bool) -> Plan | None:
+        """The next plan; with `wait`, not before it, or a piece of work, has something to do. None: the end."""
         with self._changed:
             while self._state is not LoopState.STOPPED:
                 plan = self._scheduler.plan(self._clock(), held=self._held())
-                work = self._work.popleft() if self._work else None
-                if plan or work or not wait:
-                    return plan, work
+                if plan or self._work or not wait:
+                    return plan
                 self._changed.wait()
         return None
+
+    def _do_one_piece_of_work(self) -> None:
+        with self._changed:
+            if not self._work:
+                return
+            future, work = self._work.popleft()
+        if not future.set_running_or_notify_cancel():
+            return
+        try:
+            result = work()
+        except Exception as error:
+            future.set_exception(error)  # it belongs to whoever waits for the result
+        else:
+            future.set_result(result)
 
     def _held(self) -> set[str]:
         """Requests whose reader has let too much sound pile up: their slot pauses until it reads on."""
@@ -328,15 +340,3 @@ class SynthesisLoop(Generic[MailboxT]):
                 raise NotReady("the engine of this server has failed: try another server")
             case LoopState.DRAINING | LoopState.STOPPED:
                 raise Draining("the server is shutting down and takes no new requests: try another server")
-
-
-def _carry_out(future: Future[Any], work: Callable[[], Any]) -> None:
-    """Do one piece of work; its error belongs to whoever waits for it."""
-    if not future.set_running_or_notify_cancel():
-        return
-    try:
-        result = work()
-    except Exception as error:
-        future.set_exception(error)
-    else:
-        future.set_result(result)
