@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +17,10 @@ LINE = 32
 OPS = ("block_scaled_matmul", "mx_matmul", "swiglu_mlp")
 
 
-def prepare_weights(w: jax.Array | BlockScaled | MxScaled, op: str) -> jax.Array | BlockScaled | MxScaled:
+Weight = TypeVar("Weight", jax.Array, BlockScaled, MxScaled)
+
+
+def prepare_weights(w: Weight, op: str) -> Weight:
     """Pad and lay out a weight for the kernel of `op`; its logical shape stays what it was.
 
     BlockScaled: rows padded with zeros to a multiple of 64 (4,097 -> 4,160), scale rows to whole 128-byte lines.

@@ -103,7 +103,7 @@ def _call(x_MK, x_scale_KbM, w_NK, w_scale_NbKb, out_dtype, tile_m: int, config:
                 plgpu.wgmma(acc, w_smem.at[slot], x_smem.at[slot].T)
                 return acc[...]  # waits: the slot may be filled again
 
-            partial = pl.run_scoped(multiply, plgpu.ACC((tile_n, tile_m), jnp.float32))
+            partial = pl.run_scoped(multiply, plgpu.WGMMAAccumulatorRef((tile_n, tile_m), jnp.float32))
 
             @pl.when(i + stages < steps)
             def _():

@@ -6,7 +6,8 @@ import jax
 
 from .. import _dispatch
 from ..types import ScaledKV
-from . import reference
+from . import mosaic_sm90, reference
+from .config import Config
 
 OP = "decode_attention"
 
@@ -19,6 +20,7 @@ def decode_attention(
     *,
     scale: float | None = None,
     backend: _dispatch.Backend | str | None = None,
+    config: Config | None = None,
 ) -> jax.Array:
     """Attention of one query position per slot over that slot's live positions, grouped heads.
 
@@ -28,7 +30,8 @@ def decode_attention(
       v_cache: like k_cache.
       lengths_B: (B,) int32, live positions of each slot; 0 gives a row of zeros, more than S counts as S.
       scale: factor on the logits; None means d ** -0.5.
-      backend: None, "reference" or "mosaic".
+      backend: None, "reference" or "mosaic" (bfloat16 q; cache bfloat16 or ScaledKV; d 64 or 128).
+      config: tile choices of the mosaic kernel; None takes the default for the shape.
 
     Returns:
       o_BHd in q's type. A slot's row depends on that slot alone, and not on what lies past its length.
@@ -49,8 +52,11 @@ def decode_attention(
         raise ValueError(f"{OP}: q {q_BHd.shape} does not fit k {k_cache.shape}: same B and d, H a multiple of G")
     if lengths_B.shape != (B,):
         raise ValueError(f"{OP}: lengths must be ({B},), got {lengths_B.shape}")
-    _dispatch.choose(OP, backend, _dispatch.no_kernel_yet)
-    return reference.decode_attention(q_BHd, k_cache, v_cache, lengths_B, d**-0.5 if scale is None else scale)
+    factor = d**-0.5 if scale is None else scale
+    taken = _dispatch.choose(OP, backend, lambda: mosaic_sm90.why_not(q_BHd, k_cache, config))
+    if taken is _dispatch.Backend.MOSAIC:
+        return mosaic_sm90.decode_attention(q_BHd, k_cache, v_cache, lengths_B, factor, config)
+    return reference.decode_attention(q_BHd, k_cache, v_cache, lengths_B, factor)
 
 
 def quantize_kv(x_BGSd: jax.Array) -> ScaledKV:

@@ -1,0 +1,60 @@
+"""Tile choices of the Hopper kernel: a frozen Config, one function that says what it needs, one that picks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+SHARED_BYTES = 227 * 1024
+QUERY_ROWS = 64
+"""Rows of one wgmma; the query heads of a kv head fill the first few."""
+GROUP_ROWS = 8
+"""Query heads of one kv head, padded: rows of one tile in shared memory."""
+NUM_SMS = 132
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """How one layer's attention is cut.
+
+    block_kv: positions of one step. splits: blocks that share the live positions of one (slot, kv head).
+    stages: depth of the ring of key and value tiles in shared memory.
+    weights_in: where the second wgmma reads the probabilities. "shared" is also what the GPU interpreter can run.
+    """
+
+    block_kv: int = 64
+    splits: int = 1
+    stages: int = 3
+    weights_in: Literal["registers", "shared"] = "registers"
+
+
+def shared_bytes(config: Config, d: int, kv_bytes: int) -> int:
+    """Shared memory of one block, bytes (barriers and alignment left out)."""
+    tile = config.block_kv * d
+    ring = config.stages * 2 * (tile * kv_bytes + (config.block_kv * 4 if kv_bytes == 1 else 0))
+    widened = 2 * tile * 2 if kv_bytes == 1 else 0
+    weights = QUERY_ROWS * config.block_kv * 2 if config.weights_in == "shared" else 0
+    return ring + widened + weights + QUERY_ROWS * d * 2 + QUERY_ROWS * d * 4 + QUERY_ROWS * 4
+
+
+def can_run(config: Config, H: int, G: int, S: int, d: int, kv_bytes: int) -> str | None:
+    """None when the kernel can run these shapes, else the reason. kv_bytes: 2 for bfloat16, 1 for ScaledKV."""
+    if d not in (64, 128):
+        return f"head width {d} is neither 64 nor 128"
+    if H // G > GROUP_ROWS:
+        return f"{H // G} query heads a kv head are more than {GROUP_ROWS}"
+    if config.block_kv not in (64, 128) or S % config.block_kv:
+        return f"S = {S} is not a multiple of block_kv = {config.block_kv} (64 or 128)"
+    if config.splits < 1 or config.stages < 1:
+        return f"splits = {config.splits} and stages = {config.stages} must be at least 1"
+    if (used := shared_bytes(config, d, kv_bytes)) > SHARED_BYTES - 4096:
+        return f"{config} needs {used} bytes of shared memory, more than {SHARED_BYTES - 4096}"
+    return None
+
+
+def default_config(B: int, G: int, S: int) -> Config:
+    """Enough blocks to fill the device about twice over, none shorter than one step."""
+    splits = 1
+    while B * G * splits < 4 * NUM_SMS and 2 * splits * 64 <= S and splits < 16:
+        splits *= 2
+    return Config(splits=splits)
