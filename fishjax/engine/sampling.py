@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +29,8 @@ TOP_K_CAP = 64
 _MIN_TEMPERATURE = 1e-5
 _SEMANTIC = 0  # the codebook number that keys the normal draw of a frame's token; codes use 1 .. C-1
 _HIGH_DRAW = 1 << 16  # and that of its second, high draw: above every codebook
+
+_Drawn = TypeVar("_Drawn")
 
 # ids_BJ of candidates -> their uniforms u_BJ in [0, 1)
 UniformFn = Callable[[jax.Array], jax.Array]
@@ -163,7 +166,7 @@ def draw(probs_BN: jax.Array, uniform_BN: jax.Array) -> jax.Array:
     return jnp.argmax(probs_BN / -jnp.log(uniform_BN), axis=-1).astype(jnp.int32)
 
 
-def _with_ranking(logits_BN: jax.Array, top_k_B: jax.Array, use: Callable[[Ranking], jax.Array]):
+def _with_ranking(logits_BN: jax.Array, top_k_B: jax.Array, use: Callable[[Ranking], _Drawn]) -> _Drawn:
     """`use` on the short ranking when every slot's top_k allows, else on the whole one: the same result."""
     num_candidates = logits_BN.shape[1]
     if num_candidates <= TOP_K_CAP:

@@ -246,7 +246,7 @@ class _Comparison:
             if match := re.fullmatch(r"prefill.([kv])_cache_(?:layer(\d+)|last)", name):
                 layer = -1 if match[2] is None else int(match[2])
                 half = cache.k_BGSd if match[1] == "k" else cache.v_BGSd
-                self._compare(name, half[layer][0, :, :length])
+                self._compare(name, np.asarray(half[layer])[0, :, :length])
         if f"fast{dot}input_ids" in self.golden:
             codes_1K = jnp.asarray(self.golden.read(f"fast{dot}input_ids"), jnp.int32)[None]
             self._compare(f"fast{dot}logits", self.model.fast.forward(self.model.fast_input(last_1D), codes_1K)[0])

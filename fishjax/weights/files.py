@@ -57,7 +57,7 @@ def read_safetensors(path: Path) -> dict[str, StoredTensor]:
 def read_pth(path: Path) -> dict[str, StoredTensor]:
     """Every tensor of a torch checkpoint, plain or under `state_dict`. Needs torch (extra `convert`)."""
     try:
-        import torch
+        import torch  # pyright: ignore[reportMissingImports]
     except ImportError as error:
         raise WeightsError(f"reading {path} needs torch: install fishjax[convert]") from error
     try:

@@ -76,7 +76,7 @@ def _flat_to_ours(flat: str) -> str:
 
 def _fuse(sources: dict[str, str]) -> dict[str, tuple[str, ...]]:
     """Flat name -> source names; a complete wq, wk, wv becomes wqkv, an incomplete one stays (and is reported)."""
-    fused = {flat: (name,) for flat, name in sources.items()}
+    fused: dict[str, tuple[str, ...]] = {flat: (name,) for flat, name in sources.items()}
     for flat in sources:
         stem = flat.removesuffix(_SEPARATE[0])
         parts = [stem + ending for ending in _SEPARATE]
