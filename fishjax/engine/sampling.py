@@ -65,7 +65,8 @@ class Ranking:
 def rank(logits_BN: jax.Array, num: int) -> Ranking:
     """Order the best `num` candidates. A slot's first entries are the same bits for every `num`."""
     logits_BN = logits_BN.astype(jnp.float32) + 0.0  # -0.0 and 0.0 are equal: make them one
-    sorted_BJ, ids_BJ = jax.lax.top_k(logits_BN, num)
+    # The barrier keeps XLA from folding later slices into the partial sort, which would make it a full one.
+    sorted_BJ, ids_BJ = jax.lax.optimization_barrier(jax.lax.top_k(logits_BN, num))
     probs_BJ = jnp.exp(sorted_BJ - jax.nn.logsumexp(logits_BN, axis=-1, keepdims=True))
     # A cumulative sum's rounding depends on its length, so the first TOP_K_CAP entries are always summed alone.
     cumulative_BJ = jnp.cumsum(probs_BJ[:, :TOP_K_CAP], axis=-1)
