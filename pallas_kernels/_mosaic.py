@@ -8,8 +8,10 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-# Warpgroup semantics by name: 0.10 defaults to Lane, 0.11 to Warpgroup.
+# By name, because the default differs (0.10 Lane, 0.11 Warpgroup). Warpgroup infers the layouts of registers and gives
+# up on long kernels; Lane takes the layouts that the kernel names.
 WARPGROUP = plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup)
+LANE = plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane)
 _LOAD_WANTS_INDEX = inspect.signature(plgpu.load).parameters["idx"].default is inspect.Parameter.empty
 
 

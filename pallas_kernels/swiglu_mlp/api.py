@@ -6,14 +6,20 @@ import jax
 
 from .. import _dispatch
 from ..types import BLOCK, MX_BLOCK, BlockScaled, MxScaled
-from . import reference
+from . import mosaic_sm90, reference
+from .config import Config
 
 OP = "swiglu_mlp"
 Weight = jax.Array | BlockScaled | MxScaled
 
 
 def swiglu_mlp(
-    x_MD: jax.Array, w_gate_up: Weight, w_down: Weight, *, backend: _dispatch.Backend | str | None = None
+    x_MD: jax.Array,
+    w_gate_up: Weight,
+    w_down: Weight,
+    *,
+    backend: _dispatch.Backend | str | None = None,
+    config: Config | None = None,
 ) -> jax.Array:
     """y = (silu(x w_gate^T) * (x w_up^T)) w_down^T, with no rounding of the inner activations but the FP8 one.
 
@@ -21,7 +27,8 @@ def swiglu_mlp(
       x_MD: (M, D) bfloat16 or float32.
       w_gate_up: (2F, D), F gate rows and then F up rows; an array, BlockScaled or MxScaled.
       w_down: (D, F), the same kind. With BlockScaled D and F are multiples of 128, with MxScaled of 32.
-      backend: None, "reference" or "mosaic".
+      backend: None, "reference" or "mosaic" (BlockScaled weights, M up to 32 at S2-Pro's size).
+      config: tile choices of the mosaic kernel; None takes the first that fits.
 
     Returns:
       y_MD in x's type. Row m depends on row m of x alone.
@@ -45,5 +52,8 @@ def swiglu_mlp(
     multiple = BLOCK if BlockScaled in kinds else MX_BLOCK if MxScaled in kinds else 1
     if dim % multiple or ffn_dim % multiple:
         raise ValueError(f"{OP}: D and F must be multiples of {multiple}, got D = {dim}, F = {ffn_dim}")
-    _dispatch.choose(OP, backend, _dispatch.no_kernel_yet)
+    taken = _dispatch.choose(OP, backend, lambda: mosaic_sm90.why_not(x_MD.shape[0], w_gate_up, w_down, config))
+    if taken is _dispatch.Backend.MOSAIC:
+        assert isinstance(w_gate_up, BlockScaled) and isinstance(w_down, BlockScaled)  # why_not has said so
+        return mosaic_sm90.swiglu_mlp(x_MD, w_gate_up, w_down, config)
     return reference.swiglu_mlp(x_MD, w_gate_up, w_down)
