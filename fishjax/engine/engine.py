@@ -23,6 +23,8 @@ from fishjax.engine.state import Prefix, StepInputs, StepOutput, new_state, segm
 from fishjax.errors import InvalidRequest, PromptTooLong
 from fishjax.model.cache import init_cache
 from fishjax.model.dual_ar import DualAR, slice_head
+from fishjax.weights.precision import Precision
+from fishjax.weights.quantize import quantize_head
 
 _SMALLEST_BUCKET = 16
 
@@ -60,7 +62,8 @@ class PendingStep:
 class Engine:
     """A model, its codec and `num_slots` slots of `max_len` columns each.
 
-    `max_reference_s` is the longest reference clip in seconds. Not thread-safe: one loop owns it.
+    `precision` says how the head and the cache are kept (the weights come as they are); `max_reference_s` is the
+    longest reference clip in seconds. Not thread-safe: one loop owns it.
     """
 
     def __init__(
@@ -71,7 +74,7 @@ class Engine:
         im_end_id: int,
         num_slots: int,
         max_len: int,
-        kv_dtype=None,
+        precision: Precision | None = None,
         max_reference_s: float = 30.0,
         model_name: str = "fishjax",
     ):
@@ -90,8 +93,9 @@ class Engine:
         self.frame_rate_hz = codec.config.frame_rate_hz
         self.max_reference_frames = max(1, round(max_reference_s * self.frame_rate_hz))
 
-        kv_dtype = kv_dtype or model.slow.norm.weight[...].dtype
-        head_NK = slice_head(model, im_end_id)
+        self.precision = precision or Precision.default()
+        kv_dtype = self.precision.kv_dtype
+        head_NK = quantize_head(slice_head(model, im_end_id), self.precision.head)
         self._decode = steps.bind(model, steps.decode_step, donate=(1,), first=(head_NK,))
         self._prefill = steps.bind(model, steps.prefill_step)
         self._sound = steps.bind(codec, steps.codec_step, donate=(0,))
@@ -100,9 +104,9 @@ class Engine:
         self._extract = jax.jit(steps.extract_slot)
 
         self._state = new_state(config, num_slots, max_len, kv_dtype)
-        self._codec_state = self._silence(num_slots)
+        self._codec_state = init_stream(codec, num_slots, max_len)
         self._empty_cache = init_cache(config, 1, max_len, kv_dtype)
-        self._silent_row = self._silence(1)
+        self._silent_row = init_stream(codec, 1, max_len)
         self._reset_B = np.zeros(num_slots, bool)
         self._cancel_B = np.zeros(num_slots, bool)
 
@@ -202,6 +206,3 @@ class Engine:
         while widths[-1] < self.max_len:
             widths.append(2 * widths[-1])
         return widths
-
-    def _silence(self, batch: int):
-        return init_stream(self.codec_config, batch, max_frames=self.max_len)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import Enum
+from enum import StrEnum
 
 import numpy as np
 
@@ -19,10 +19,10 @@ from fishjax.config import SpeechProfile
 from fishjax.engine.sampling_params import SamplingParams
 from fishjax.errors import PromptTooLong
 from fishjax.text.prompt import Prompter, Reference
-from fishjax.text.split import split_for_speech
+from fishjax.text.split import split_for_speech, strip_tags
 
 
-class FinishReason(str, Enum):
+class FinishReason(StrEnum):
     """Why an utterance ended."""
 
     STOP = "stop"  # the model said so
@@ -69,6 +69,7 @@ class Utterance:
         self._max_len = max_len
         self._frame_rate_hz = frame_rate_hz
         self._references = tuple(references)
+        text = text if profile.keep_tags else strip_tags(text)
         self._waiting = list(split_for_speech(text, profile.segment_bytes))
         self._history: list[Reference] = []  # finished segments: their text and codes (C, T)
         self._cached_CT = np.zeros((prompter.num_codebooks + 1, 0), np.int32)

@@ -6,8 +6,8 @@ import pytest
 from fishjax.codec import Codec
 from fishjax.engine.engine import Engine
 from fishjax.model.dual_ar import DualAR
-from fishjax.weights.codec_names import load_codec
 from fishjax.weights.load import load_dual_ar
+from fishjax.weights.load_codec import load_codec
 
 IM_END = 422  # of the golden tokenizer
 
