@@ -17,6 +17,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from .. import _tuned
 from .._dispatch import need_capability
 from .._mosaic import WARPGROUP, load, tiled
 from ..prepare import prepare_weights
@@ -29,7 +30,7 @@ MAX_TILE_M = 128
 def why_not(M: int, N: int, K: int, config: Config | None = None) -> str | None:
     """None when this kernel can run here and now, else the reason."""
     tile_m, rows = _tile_m(M), -(-N // 64) * 64
-    return need_capability("9.0") or can_run(config or default_config(tile_m, rows, K), tile_m, rows, K)
+    return need_capability("9.0") or can_run(config or _pick(tile_m, rows, K), tile_m, rows, K)
 
 
 def block_scaled_matmul(
@@ -45,11 +46,17 @@ def block_scaled_matmul(
     # Rows to a multiple of 4, so that even 8 tokens make whole 128-byte lines.
     x_scale_KbM = jnp.pad(x_MK.scale_NbKb[:, : K // BLOCK].T, ((0, -(K // BLOCK) % 4), (0, padding)))
     rows = w_NK.values_NK.shape[0]
-    config = config or default_config(tile_m, rows, K)
+    config = config or _pick(tile_m, rows, K)
     if reason := can_run(config, tile_m, rows, K):
         raise NotImplementedError(f"block_scaled_matmul: {reason}")
     y = _call(x_values, x_scale_KbM, w_NK.values_NK, w_NK.scale_NbKb, out_dtype, tile_m, config, interpret)
     return y[:M, :N]
+
+
+def _pick(tile_m: int, rows: int, K: int) -> Config:
+    """The measured choice for this device and shape, else the default."""
+    fields = _tuned.lookup("block_scaled_matmul", _tuned.bucket(tile_m), rows, K)
+    return default_config(tile_m, rows, K) if fields is None else Config(**fields)
 
 
 def _tile_m(M: int) -> int:

@@ -25,6 +25,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from .. import _tuned
 from .._dispatch import need_capability
 from .._mosaic import WARPGROUP, load, tiled
 from ..types import ScaledKV
@@ -40,8 +41,8 @@ def why_not(q_BHd, k_cache, config: Config | None = None) -> str | None:
         return f"the cache is {k_cache.dtype}; the kernel reads bfloat16 or ScaledKV"
     if q_BHd.dtype != jnp.bfloat16:
         return f"q is {q_BHd.dtype}; the kernel reads bfloat16"
-    (B, H, d), (_, G, S, _) = q_BHd.shape, k_cache.shape
-    return need_capability("9.0") or can_run(config or default_config(B, G, S), H, G, S, d, 1 if fp8 else 2)
+    (_, H, d), (_, G, S, _) = q_BHd.shape, k_cache.shape
+    return need_capability("9.0") or can_run(config or _pick(k_cache), H, G, S, d, 1 if fp8 else 2)
 
 
 def decode_attention(
@@ -50,7 +51,7 @@ def decode_attention(
     """(B, H, d) bfloat16 -> (B, H, d) bfloat16 over a bfloat16 or ScaledKV cache."""
     (B, H, d), (_, G, S, _) = q_BHd.shape, k_cache.shape
     fp8 = isinstance(k_cache, ScaledKV)
-    config = config or default_config(B, G, S)
+    config = config or _pick(k_cache)
     if reason := can_run(config, H, G, S, d, 1 if fp8 else 2):
         raise NotImplementedError(f"decode_attention: {reason}")
     if fp8:
@@ -71,6 +72,14 @@ def decode_attention(
         total = jnp.sum(weight, axis=2)
         o = jnp.sum(o * weight[..., None], axis=2) / jnp.where(total == 0.0, 1.0, total)[..., None]
     return o[:, :, : H // G].reshape(B, H, d).astype(jnp.bfloat16)
+
+
+def _pick(k_cache) -> Config:
+    """The measured choice for this device and shape, else the default."""
+    B, G, S, d = k_cache.shape
+    kind = "float8" if isinstance(k_cache, ScaledKV) else "bfloat16"
+    fields = _tuned.lookup("decode_attention", B, G, S, d, kind)
+    return default_config(B, G, S) if fields is None else Config(**fields)
 
 
 def _call(q_BGRd, caches, lengths_B, scale: float, config: Config, interpret) -> tuple[jax.Array, jax.Array]:

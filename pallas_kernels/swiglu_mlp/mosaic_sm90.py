@@ -18,6 +18,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from .. import _tuned
 from .._dispatch import need_capability
 from .._mosaic import LANE, load, tiled
 from ..prepare import prepare_weights
@@ -36,9 +37,10 @@ def why_not(M: int, w_gate_up, w_down, config: Config | None = None) -> str | No
     (D, F), rows = w_down.shape, -(-M // 8) * 8
     if reason := need_capability("9.0"):
         return reason
-    if config is None and not configs_to_try(rows, D, F):
+    config = config or _pick(rows, D, F)
+    if config is None:
         return f"no config holds M = {rows}, D = {D}, F = {F} with all blocks resident"
-    return None if config is None else can_run(config, rows, D, F)
+    return can_run(config, rows, D, F)
 
 
 def swiglu_mlp(
@@ -48,13 +50,19 @@ def swiglu_mlp(
     M, (D, F) = x_MD.shape[0], w_down.shape
     x = quantize_blocks(jnp.pad(x_MD.astype(jnp.float32), ((0, -M % 8), (0, 0))), (1, BLOCK))
     rows = x.values_NK.shape[0]
-    config = config or next(iter(configs_to_try(rows, D, F)), Config())
+    config = config or _pick(rows, D, F) or Config()
     if reason := can_run(config, rows, D, F):
         raise NotImplementedError(f"swiglu_mlp: {reason}")
     w_gate_up, w_down = (prepare_weights(w, "swiglu_mlp") for w in (w_gate_up, w_down))
     x_scale_KbM = jnp.pad(x.scale_NbKb.T, ((0, -(D // BLOCK) % 4), (0, 0)))
     partial, _, _ = _call(x.values_NK, x_scale_KbM, w_gate_up, w_down, config, interpret)
     return jnp.sum(partial, axis=0)[:M].astype(x_MD.dtype)
+
+
+def _pick(rows: int, D: int, F: int) -> Config | None:
+    """The measured choice for this device and shape, else the first that fits, else None."""
+    fields = _tuned.lookup("swiglu_mlp", _tuned.bucket(rows), D, F)
+    return Config(**fields) if fields is not None else next(iter(configs_to_try(rows, D, F)), None)
 
 
 def _call(x_MD, x_scale_KbM, w_gate_up: BlockScaled, w_down: BlockScaled, config: Config, interpret):

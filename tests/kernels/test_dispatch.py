@@ -1,12 +1,13 @@
 """The one place that chooses: explicit back ends run or say why; None takes the list in order and says so once."""
 
+import json
 import logging
 
 import jax.numpy as jnp
 import pytest
 
 import pallas_kernels as pk
-from pallas_kernels import _dispatch
+from pallas_kernels import _dispatch, _tuned
 from pallas_kernels._dispatch import Backend
 
 
@@ -63,3 +64,17 @@ def test_explicit_choices_are_taken_without_a_word(caplog):
         assert _dispatch.choose("mx_matmul", "reference", lambda: "no") is Backend.REFERENCE
         assert _dispatch.choose("mx_matmul", Backend.MOSAIC, lambda: None) is Backend.MOSAIC
     assert not caplog.records
+
+
+def test_measured_choices_come_before_defaults(monkeypatch, tmp_path):
+    from pallas_kernels.block_scaled_matmul import mosaic_sm90
+    from pallas_kernels.block_scaled_matmul.config import Config, default_config
+
+    folder = tmp_path / "block_scaled_matmul" / "tuned"
+    folder.mkdir(parents=True)
+    (folder / f"{_tuned.device_name()}.json").write_text(json.dumps({"16x256x512": {"tile_n": 128, "splits": 2}}))
+    monkeypatch.setattr(_tuned, "_ROOT", tmp_path)
+    _tuned._table.cache_clear()
+    assert mosaic_sm90._pick(16, 256, 512) == Config(tile_n=128, splits=2)
+    assert mosaic_sm90._pick(8, 256, 512) == default_config(8, 256, 512)
+    _tuned._table.cache_clear()
