@@ -157,17 +157,21 @@ def _work(recipe: Recipe, seed: int, queue) -> None:
 
 
 def start_workers(recipe: Recipe, processes: int, seed: int):
-    """Starts daemon processes; returns the queue that they put `Batch`es into."""
+    """Starts daemon processes; returns (the queue that they put `Batch`es into, the processes, to be terminated)."""
     context = multiprocessing.get_context("spawn")
     queue = context.Queue(maxsize=3 * processes)
     before = os.environ.get("JAX_PLATFORMS")
     os.environ["JAX_PLATFORMS"] = "cpu"  # workers must not take the accelerator's memory
     try:
-        for index in range(processes):
-            context.Process(target=_work, args=(recipe, 1000 * seed + index, queue), daemon=True).start()
+        workers = [
+            context.Process(target=_work, args=(recipe, 1000 * seed + index, queue), daemon=True)
+            for index in range(processes)
+        ]
+        for worker in workers:
+            worker.start()
     finally:
         if before is None:
             del os.environ["JAX_PLATFORMS"]
         else:
             os.environ["JAX_PLATFORMS"] = before
-    return queue
+    return queue, workers

@@ -11,7 +11,8 @@ from tools.minnow.judge import mel_filters
 
 _SCALES = ((32, 5), (64, 10), (128, 20), (256, 40), (512, 80), (1024, 160), (2048, 320))  # window, mel bands
 _LINEAR_SCALES = (512, 1024, 2048)
-_MIN_USE = 0.15  # mean uses a step below which an entry is dead
+_MIN_USE = 0.1  # mean uses a step below which an entry is dead
+_INERTIA = 10.0  # latents that an entry's present value counts for in its moving mean
 
 
 def cast_for_compute(params: dict[str, jax.Array]) -> dict[str, jax.Array]:
@@ -23,26 +24,28 @@ def cast_for_compute(params: dict[str, jax.Array]) -> dict[str, jax.Array]:
 def reconstruct(codec: Codec, audio_BT: jax.Array, key: jax.Array, quantise: jax.Array) -> dict[str, jax.Array]:
     """One pass with gradients: sound, commitment and codebook losses, codes_KBT, latents_KBTE (unprojected).
 
-    `quantise` (bool scalar) false runs the books as a plain linear bottleneck. Half of the rows use a random
-    number of books, so that the first ones carry the most.
+    `quantise` (bool scalar) false runs the books as a plain linear bottleneck; later a quarter of the rows still
+    go through unquantised, which keeps the gradient honest. Half of the rows use a random number of books, so that
+    the first ones carry the most.
     """
     quantizer = codec.quantizer
     books = quantizer.books()
     rest = quantizer.pre_module(quantizer.shrink(codec.encoder(audio_BT[..., None]))).astype(jnp.float32)
     batch = audio_BT.shape[0]
-    count_key, drop_key = jax.random.split(key)
+    count_key, drop_key, plain_key = jax.random.split(key, 3)
+    quantised_B11 = (quantise & (jax.random.uniform(plain_key, (batch,)) < 0.75))[:, None, None]
     used_B = jnp.where(
         jax.random.uniform(drop_key, (batch,)) < 0.5, jax.random.randint(count_key, (batch,), 1, len(books)), len(books)
     )
-    total, commitment, codebook, codes, latents = jnp.zeros_like(rest), 0.0, 0.0, [], []
+    total, commitment, size, codes, latents = jnp.zeros_like(rest), 0.0, 0.0, [], []
     for index, book in enumerate(books):
         on_B11 = (index < used_B)[:, None, None].astype(jnp.float32)
         latent = book.in_proj(rest)
         code = book.nearest(jax.lax.stop_gradient(latent))
-        entry = book.codebook(code)
-        commitment += jnp.mean(on_B11 * jnp.square(latent - jax.lax.stop_gradient(entry)))
-        codebook += jnp.mean(on_B11 * jnp.square(jax.lax.stop_gradient(latent) - entry))
-        straight = latent + jax.lax.stop_gradient(jnp.where(quantise, entry - latent, 0.0))
+        entry = jax.lax.stop_gradient(book.codebook(code))
+        commitment += jnp.mean(on_B11 * jnp.square(latent - entry))
+        size += jnp.mean(jnp.square(latent))
+        straight = latent + jax.lax.stop_gradient(jnp.where(quantised_B11, entry - latent, 0.0))
         out = on_B11 * book.out_proj(straight)
         rest, total = rest - out, total + out
         codes.append(code)
@@ -51,10 +54,25 @@ def reconstruct(codec: Codec, audio_BT: jax.Array, key: jax.Array, quantise: jax
     return {
         "audio_BT": codec.decoder(hidden)[..., 0].astype(jnp.float32),
         "commitment": commitment / len(books),
-        "codebook": codebook / len(books),
+        "size": size / len(books),
         "codes_KBT": jnp.stack(codes),
         "latents_KBTE": jnp.stack(latents),
     }
+
+
+DECODER_SIDE = ("decoder.", "quantizer.post_module.", "quantizer.upsample.")
+"""Parameters that make sound of codes and have no part in making the codes."""
+
+
+def decoder_loss(codec: Codec, audio_BT: jax.Array, rate_hz: int) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """As `loss`, for training the decoder side alone: the codes are the ones that serving will see."""
+    quantizer = codec.quantizer
+    latents = quantizer.pre_module(quantizer.shrink(codec.encoder(audio_BT[..., None]))).astype(jnp.float32)
+    z_q = jax.lax.stop_gradient(quantizer.quantize(latents).z_q_BTC)
+    hidden = quantizer.expand(quantizer.post_module(z_q.astype(jnp.bfloat16)), None)[0]
+    parts = spectral_losses(codec.decoder(hidden)[..., 0].astype(jnp.float32), audio_BT, rate_hz)
+    total = 15 / 7 * parts["mel"] + parts["stft"]
+    return total, {**parts, "loss": total}
 
 
 def spectrum(audio_BT: jax.Array, window: int) -> jax.Array:
@@ -90,16 +108,18 @@ def loss(
     parts = reconstruct(codec, audio_BT, key, quantise)
     parts |= spectral_losses(parts.pop("audio_BT"), audio_BT, rate_hz)
     on = quantise.astype(jnp.float32)
-    total = 15 / 7 * parts["mel"] + parts["stft"] + on * (0.25 * parts["commitment"] + parts["codebook"])
+    total = 15 / 7 * parts["mel"] + parts["stft"] + on * 0.25 * parts["commitment"] + 0.01 * parts["size"]
     return total, {**parts, "loss": total}
 
 
 def refresh_books(
     params: dict[str, jax.Array], use_KN: jax.Array, parts: dict[str, jax.Array], key: jax.Array, refresh: jax.Array
 ) -> tuple[dict[str, jax.Array], jax.Array]:
-    """Counts uses (moving mean over 100 steps) and puts random latents of the batch in place of dead entries.
+    """Moves each entry toward the mean of the latents that chose it; dead entries become latents of the batch.
 
-    `refresh` 2: all entries (no quantising yet), 1: dead ones, 0: none. Returns (params, use_KN).
+    The books learn by this moving mean alone: Adam's steps are too small to follow latents whose scale changes.
+    `refresh` 2: all entries are drawn anew (no quantising yet), 1: dead ones (moving mean of uses over 100 steps),
+    0: none. Returns (params, use_KN).
     """
     size = use_KN.shape[1]
     codes_KN = parts["codes_KBT"].reshape(use_KN.shape[0], -1)
@@ -111,6 +131,11 @@ def refresh_books(
     params = dict(params)
     for index, name in enumerate(names):
         latents = parts["latents_KBTE"][index].reshape(-1, params[name].shape[1])
+        chosen = codes_KN[index]
+        sums = jnp.zeros_like(params[name]).at[chosen].add(latents)
+        weight = (counts_KN[index] / (counts_KN[index] + _INERTIA))[:, None]
+        mean = sums / jnp.maximum(counts_KN[index], 1.0)[:, None]
+        moved = params[name] + weight * (mean - params[name])
         rows = jax.random.randint(jax.random.fold_in(key, index), (size,), 0, latents.shape[0])
-        params[name] = jnp.where(dead_KN[index][:, None], latents[rows], params[name])
+        params[name] = jnp.where(dead_KN[index][:, None], latents[rows], moved)
     return params, jnp.where(dead_KN, 1.0, use_KN)

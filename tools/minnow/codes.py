@@ -55,7 +55,7 @@ class Encoder:
 
 
 def encode_corpus(encoder: Encoder, corpus: Path, out: Path, stop: threading.Event, limit: int | None = None) -> None:
-    """Encodes shards as they appear, until the corpus is done (or `stop`); meant for a thread. `limit`: at most so many."""
+    """Encodes shards (at most `limit`) as they appear, until the corpus is done or `stop`; meant for a thread."""
     out.mkdir(parents=True, exist_ok=True)
     made = 0
     while not stop.is_set():

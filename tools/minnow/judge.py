@@ -113,7 +113,7 @@ def log_mel(audio_T: np.ndarray, rate_hz: int = 22050, window: int = 1024, bands
 
 
 def mel_distance(audio_T: np.ndarray, other_T: np.ndarray, rate_hz: int = 22050) -> float:
-    """Mean absolute difference of the log10-mels (1,024-sample window, 80 bands). Below 0.12 recognisers are content."""
+    """Mean absolute difference of the log10-mels (1,024-sample window, 80 bands). Recognisers like less than 0.12."""
     length = min(len(audio_T), len(other_T))
     return float(np.abs(log_mel(audio_T[:length], rate_hz) - log_mel(other_T[:length], rate_hz)).mean())
 

@@ -17,7 +17,7 @@ from tools.minnow.training import Model, Params, save_tensors
 
 CODEC: dict[str, Any] = {
     "sample_rate": 22050,
-    "encoder_dim": 12,
+    "encoder_dim": 16,
     "encoder_rates": [2, 4, 4, 8],
     "decoder_dim": 256,
     "decoder_rates": [8, 4, 4, 2],

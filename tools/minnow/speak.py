@@ -67,4 +67,3 @@ def prompts(
 def spoken_frames(ended_BT: np.ndarray) -> np.ndarray:
     """Frames before the end in each row; all of them where speech never ended."""
     return np.where(ended_BT.any(axis=1), ended_BT.argmax(axis=1), ended_BT.shape[1])
-

@@ -7,8 +7,11 @@ feeds shards, sets the rate, judges and saves. Writes `codec/` (public layout), 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
+import os
 import queue
+import sys
 import threading
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -23,7 +26,7 @@ from flax import nnx
 from fishjax.codec import Codec
 from fishjax.config import CodecConfig
 from tools.minnow import codec_loss, training
-from tools.minnow.convs import convolutions
+from tools.minnow.convs import KINDS, Table, convolutions, measure
 from tools.minnow.judge import Judges, mel_distance
 from tools.minnow.make_corpus import HELD_OUT_SHARD, finished_shards, read_shard
 from tools.minnow.shapes import CODEC, SMOKE_CODEC, load_codec, save_codec, write_json
@@ -61,7 +64,9 @@ class Feeder:
             time.sleep(1.0)
 
 
-def make_steps(model: training.Model, optimiser, config: CodecConfig, batch: int, frames: int, steps: int):
+def make_steps(
+    model: training.Model, optimiser, config: CodecConfig, batch: int, frames: int, steps: int, decoder_only: bool
+):
     """The jitted `steps` updates: (state, audio_RS, num_rows, rate, quantise, refresh) -> (state, mean parts)."""
     rate_hz, row = config.sample_rate_hz, config.samples_per_frame
 
@@ -76,13 +81,19 @@ def make_steps(model: training.Model, optimiser, config: CodecConfig, batch: int
 
         def objective(params):
             codec = model.build(codec_loss.cast_for_compute(params))
+            if decoder_only:
+                return codec_loss.decoder_loss(codec, wanted_BT, rate_hz)
             return codec_loss.loss(codec, wanted_BT, book_key, quantise, rate_hz)
 
         grads, parts = jax.grad(objective, has_aux=True)(state["params"])
         updates, opt = optimiser.update(grads, state["opt"], state["params"])
-        params = training.apply(state["params"], updates, rate)
-        params, use_KN = codec_loss.refresh_books(params, state["use_KN"], parts, seed_key, refresh)
-        shown = {name: parts[name] for name in ("loss", "mel", "stft", "commitment", "codebook")}
+        params, use_KN = training.apply(state["params"], updates, rate), state["use_KN"]
+        if decoder_only:
+            frozen = {n: p for n, p in state["params"].items() if not n.startswith(codec_loss.DECODER_SIDE)}
+            params = {**params, **frozen}
+        else:
+            params, use_KN = codec_loss.refresh_books(params, use_KN, parts, seed_key, refresh)
+        shown = {name: part for name, part in parts.items() if part.ndim == 0}
         return {"params": params, "opt": opt, "use_KN": use_KN, "key": key}, shown
 
     def many(state, audio_RS, num_rows, rate, quantise, refresh):
@@ -112,7 +123,7 @@ class Evaluation:
 
     def __init__(self, corpus: Path, config: CodecConfig, num_closed: int, num_free: int):
         pcm, starts, records = read_shard(corpus / f"{HELD_OUT_SHARD:05d}.npz")
-        clips = [pcm[a:b].astype(np.float32) / 32768 for a, b in zip(starts[:-1], starts[1:], strict=True)]
+        clips = [pcm[a:b].astype(np.float32) / 32768 for a, b in itertools.pairwise(starts)]
         closed = [i for i, record in enumerate(records) if record["kind"] == "closed"][:num_closed]
         free = [i for i, record in enumerate(records) if record["kind"] == "free"][:num_free]
         self.num_closed, row = len(closed), config.samples_per_frame
@@ -150,21 +161,24 @@ def main() -> None:
     parser.add_argument("--corpus", type=Path, required=True)
     parser.add_argument("--out", type=Path, help="results; default $OUT")
     parser.add_argument("--resume", type=Path, help="an earlier --out folder (codec/ and state/)")
+    parser.add_argument("--decoder-only", action="store_true", help="with --resume: the codes stay as they are")
     parser.add_argument("--minutes", type=float, default=8.5, help="wall clock, compiling and judging included")
-    parser.add_argument("--batch", type=int, default=32)
-    parser.add_argument("--frames", type=int, default=40, help="frames a crop in the first part")
-    parser.add_argument("--long-frames", type=int, default=96, help="frames a crop in the last third, batch shrunk")
+    parser.add_argument("--batch", type=int, default=20)
+    parser.add_argument("--frames", type=int, default=64, help="frames a crop")
+    parser.add_argument(
+        "--long-frames", type=int, default=0, help="frames a crop in the last third, batch shrunk; 0: one shape"
+    )
     parser.add_argument("--steps-per-call", type=int, default=10)
     parser.add_argument("--rate", type=float, default=8e-4)
     parser.add_argument("--plain-steps", type=int, default=300, help="steps as an autoencoder before quantising")
-    parser.add_argument("--conv", choices=["auto", "conv", "im2col"], default="auto")
+    parser.add_argument("--conv", choices=["auto", *KINDS], default="auto")
     parser.add_argument("--first-minutes-of-audio", type=float, default=40)
     parser.add_argument("--capacity-hours", type=float, default=26)
     parser.add_argument("--judges", type=int, default=4, help="processes that run pocketsphinx")
     parser.add_argument("--smoke", action="store_true", help="tiny codec, tiny batches: only whether it runs")
     arguments = parser.parse_args()
     if arguments.smoke:
-        arguments.batch, arguments.frames, arguments.long_frames, arguments.steps_per_call = 2, 12, 24, 2
+        arguments.batch, arguments.frames, arguments.steps_per_call = 2, 16, 2
         arguments.plain_steps, arguments.first_minutes_of_audio, arguments.capacity_hours = 10, 3, 0.2
         arguments.judges = 1
     clock = training.Clock(arguments.minutes)
@@ -173,6 +187,8 @@ def main() -> None:
     training.enable_compile_cache()
     log(f"devices {jax.devices()}, jax {jax.__version__}")
     Trainer(arguments, clock, out, log).run()
+    sys.stdout.flush()
+    os._exit(0)  # threads that still compile or read are not waited for
 
 
 class Trainer:
@@ -190,7 +206,7 @@ class Trainer:
             self.model.params = quiet_start(self.model.params)
         self.optimiser = training.adamw(0.8, 0.99, 1e-2)
         opt = self.optimiser.init(self.model.params)
-        if arguments.resume:
+        if arguments.resume and not arguments.decoder_only:
             opt, self.meta = training.load_optimiser(arguments.resume / "state", opt)
         self.step = int(self.meta.get("step", 0))
         books = (self.config.num_codebooks, self.config.semantic_codebook_size)
@@ -200,7 +216,7 @@ class Trainer:
             "use_KN": jnp.ones(books),
             "key": jax.random.key(self.step),
         }
-        self.threads = ThreadPoolExecutor(4)
+        self.threads = ThreadPoolExecutor(max(2, (os.cpu_count() or 2) // 2))
         self.judges = Judges(arguments.judges)
         self.judging: Future | None = None
         self.history: list[dict[str, Any]] = []
@@ -214,7 +230,9 @@ class Trainer:
         rows = int(self.arguments.capacity_hours * 3600 * self.config.frame_rate_hz) // chunk_rows * chunk_rows
         self.audio_RS, self.num_rows = jnp.zeros((rows, row), jnp.int16), 0
         self.feeder = Feeder(self.arguments.corpus, row, chunk_rows, rows)
-        self._put = jax.jit(lambda audio, chunk, at: jax.lax.dynamic_update_slice(audio, chunk, (at, 0)), donate_argnums=0)
+        self._put = jax.jit(
+            lambda audio, chunk, at: jax.lax.dynamic_update_slice(audio, chunk, (at, 0)), donate_argnums=0
+        )
 
     def _feed(self) -> None:
         while not self.feeder.chunks.empty():
@@ -224,10 +242,45 @@ class Trainer:
 
     # --- programs
 
-    def _lower(self, kind: str, batch: int, frames: int):
-        steps = make_steps(self.model, self.optimiser, self.config, batch, frames, self.arguments.steps_per_call)
-        with convolutions(kind):
+    def _choose_convolutions(self) -> None:
+        """How each width and dilation of the residual units is run: measured here, at this batch."""
+        arguments, config = self.arguments, self.config
+        self.table: Table = {}
+        if arguments.conv != "auto":
+            return
+        widths = {}
+        steps = arguments.frames * config.samples_per_frame
+        for index, rate in enumerate(config.encoder_rates):
+            widths[config.encoder_dim * 2**index] = steps
+            steps //= rate
+        shapes = [(channels, size, dilation) for channels, size in widths.items() for dilation in (1, 3, 9)]
+        self.table = measure(shapes, arguments.batch, self.threads, self.log)
+
+    def _lower(self, batch: int, frames: int):
+        arguments = self.arguments
+        steps = make_steps(
+            self.model,
+            self.optimiser,
+            self.config,
+            batch,
+            frames,
+            arguments.steps_per_call,
+            arguments.decoder_only,
+        )
+        with convolutions(self.table, "im2col" if arguments.conv == "auto" else arguments.conv):
             return steps.lower(self.state, self.audio_RS, *self._controls())
+
+    def _compile(self, batch: int, frames: int):
+        """The program of the training steps; the corpus is fed meanwhile."""
+        began = time.monotonic()
+        lowered = self._lower(batch, frames)
+        traced = time.monotonic()
+        program = self.threads.submit(lowered.compile)
+        while not program.done():
+            self._feed()
+            time.sleep(0.1)
+        self.log(f"traced in {traced - began:.0f} s, compiled in {time.monotonic() - traced:.0f} s")
+        return program.result()
 
     def _controls(self):
         """(num_rows, rate, quantise, refresh) of this moment, as the compiled programs take them."""
@@ -241,39 +294,6 @@ class Trainer:
         self.state, shown = program(self.state, self.audio_RS, *self._controls())
         self.step += self.arguments.steps_per_call
         return shown
-
-    def _time(self, program) -> float:
-        jax.block_until_ready(self._call(program))
-        began = time.monotonic()
-        for _ in range(2):
-            shown = self._call(program)
-        jax.block_until_ready(shown)
-        return (time.monotonic() - began) / (2 * self.arguments.steps_per_call)
-
-    def _pick(self, batch: int, frames: int):
-        """Compiles both kinds of convolution side by side, trains with whichever is ready, keeps the faster."""
-        kinds = ["conv", "im2col"] if self.arguments.conv == "auto" else [self.arguments.conv]
-        futures = {kind: self.threads.submit(self._lower(kind, batch, frames).compile) for kind in kinds}
-        self.log(f"traced {kinds}, compiling")
-        timed: dict[str, float] = {}
-        programs: dict[str, Any] = {}
-        while futures:
-            ready = [kind for kind, future in futures.items() if future.done()]
-            for kind in ready:
-                programs[kind] = futures.pop(kind).result()
-                timed[kind] = self._time(programs[kind])
-                self.log(f"{kind}: {1000 * timed[kind]:.1f} ms a step of {batch} x {frames} frames")
-            self._feed()
-            if programs and futures:
-                best = min(timed, key=timed.__getitem__)
-                jax.block_until_ready(self._call(programs[best]))
-                if self.clock.progress > 0.35:
-                    self.log(f"not waiting any longer for {list(futures)}")
-                    break
-            elif futures:
-                time.sleep(0.2)
-        self.kind = min(timed, key=timed.__getitem__)
-        return programs[self.kind]
 
     # --- measuring and saving
 
@@ -297,7 +317,7 @@ class Trainer:
     def _save(self) -> None:
         save_codec(self.out / "codec", self.model, self.state["params"], self.raw)
         training.save_optimiser(self.out / "state", self.state["opt"], {"step": self.step})
-        write_json(self.out / "codec_results.json", {"history": self.history, "step": self.step, "conv": self.kind})
+        write_json(self.out / "codec_results.json", {"history": self.history, "step": self.step})
 
     def run(self) -> None:
         """Trains until the clock is out, then saves, judges once more and saves samples."""
@@ -314,17 +334,20 @@ class Trainer:
         log(f"{self.num_rows / self.config.frame_rate_hz / 3600:.2f} h of audio on the device")
         self.evaluation = Evaluation(arguments.corpus, self.config, *((8, 2) if arguments.smoke else (64, 24)))
         self.run_codec = jax.jit(lambda params, audio: self._whole(params, audio))
-        program = self._pick(arguments.batch, arguments.frames)
-        long_batch = max(1, round(arguments.batch * arguments.frames / arguments.long_frames))
-        long_program = self.threads.submit(self._lower(self.kind, long_batch, arguments.long_frames).compile)
-        switched = False
+        self._choose_convolutions()
+        program = self._compile(arguments.batch, arguments.frames)
+        long_batch = max(1, round(arguments.batch * arguments.frames / max(1, arguments.long_frames)))
+        long_program = None
+        if arguments.long_frames:
+            lowered = self._lower(long_batch, arguments.long_frames)
+            long_program = self.threads.submit(lowered.compile)
         reserve_s = 3 if arguments.smoke else 25  # for the last judging and saving
         printed = judged = saved = self.clock.elapsed_s
         counted, shown = self.step, None
         while self.clock.elapsed_s < 60 * arguments.minutes - reserve_s:
             self._feed()
-            if not switched and self.clock.progress > 0.62 and long_program.done():
-                program, switched = long_program.result(), True
+            if long_program is not None and self.clock.progress > 0.62 and long_program.done():
+                program, long_program = long_program.result(), None
                 log(f"crops of {arguments.long_frames} frames, batch {long_batch}, from step {self.step}")
             for _ in range(3):
                 shown = self._call(program)
@@ -334,8 +357,10 @@ class Trainer:
                 use = np.mean(np.asarray(self.state["use_KN"]) > 0.02, axis=1)
                 parts = " ".join(f"{name} {value:.4f}" for name, value in shown.items())
                 ms = 1000 * (now - printed) / max(1, self.step - counted)
-                log(f"step {self.step} {ms:.1f} ms | {parts} | books used {use.min():.2f}-{use.max():.2f}"
-                    f" | {self.num_rows / self.config.frame_rate_hz / 3600:.1f} h")
+                log(
+                    f"step {self.step} {ms:.1f} ms | {parts} | books used {use.min():.2f}-{use.max():.2f}"
+                    f" | {self.num_rows / self.config.frame_rate_hz / 3600:.1f} h"
+                )
                 printed, counted = now, self.step
                 if not np.isfinite(shown["loss"]):
                     raise FloatingPointError(f"the loss is {shown['loss']} at step {self.step}")

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import shutil
+import sys
 import threading
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -24,6 +26,7 @@ from flax import nnx
 
 from fishjax.config import ModelConfig
 from fishjax.model.dual_ar import DualAR, candidate_ids
+from fishjax.model.layers import Embedding
 from fishjax.text.prompt import Prompter, Reference
 from fishjax.text.tokenizer import Tokenizer
 from fishjax.weights.load import dual_ar_to_public, load_dual_ar
@@ -35,10 +38,36 @@ from tools.minnow.speak import greedy_codes, prompts, spoken_frames
 from tools.minnow.texts import held_out
 from tools.minnow.voices import DEFAULT_VOICE
 
-BUCKETS = (Bucket(176, 256), Bucket(288, 160), Bucket(416, 104))
+BUCKETS = (Bucket(128, 352), Bucket(192, 240), Bucket(288, 160), Bucket(416, 104))
 SMOKE_BUCKETS = (Bucket(192, 12), Bucket(416, 4))
 _FAST_FRAMES = 32  # frames of each prompt that the fast transformer learns from in one step
 _CORRUPT = 0.1  # share of the frames heard that are replaced by random codes
+
+
+class WideTable(Embedding):
+    """A table in float32 that gives bfloat16 rows: its gradient sums thousands of rows, too many for bfloat16."""
+
+    def __call__(self, ids: jax.Array) -> jax.Array:
+        """Rows of the ids, bfloat16."""
+        return self.weight[...][ids].astype(jnp.bfloat16)
+
+
+_TABLES = ("slow.embeddings.weight", "slow.codebook_embeddings.weight", "fast.embeddings.weight")
+
+
+def for_training(config: ModelConfig) -> training.Model:
+    """The DualAR with `WideTable`s; parameter names as ever."""
+    module = DualAR(config, rngs=nnx.Rngs(1))
+    rngs = nnx.Rngs(2)
+    module.slow.embeddings = WideTable(config.vocab_size, config.slow.dim, rngs=rngs)
+    module.slow.codebook_embeddings = WideTable(config.num_codebooks * config.codebook_size, config.slow.dim, rngs=rngs)
+    module.fast.embeddings = WideTable(config.codebook_size, config.fast.dim, rngs=rngs)
+    return training.Model(module)
+
+
+def cast_for_compute(params: training.Params) -> training.Params:
+    """bfloat16 for everything but the tables."""
+    return {name: p if name in _TABLES else p.astype(jnp.bfloat16) for name, p in params.items()}
 
 
 def corrupt(columns_BKT: jax.Array, config: ModelConfig, key: jax.Array) -> jax.Array:
@@ -62,8 +91,9 @@ def losses(
     # Embedded as in generation: that is how it will be served.
     heard_BKT = corrupt(columns_BKT, config, corrupt_key)
     hidden_BTD = model.slow.forward(model.slow.embed(heard_BKT, generation=True))
-    head_ND = model.slow.head_weight()[candidate_ids(config, im_end_id)]
-    logits_BTN = model.slow.logits(hidden_BTD, head_ND).astype(jnp.float32)
+    head_ND = model.slow.head_weight()[candidate_ids(config, im_end_id)].astype(hidden_BTD.dtype)
+    normed_BTD = model.slow.norm(hidden_BTD)
+    logits_BTN = jnp.einsum("btd,nd->btn", normed_BTD, head_ND, preferred_element_type=jnp.float32)
     next_BKT = jnp.concatenate([columns_BKT[:, :, 1:], columns_BKT[:, :, :1]], axis=2)
     is_end_BT = next_BKT[:, 0] == im_end_id
     size = config.semantic_end_id - config.semantic_begin_id + 1
@@ -96,7 +126,7 @@ def make_step(model: training.Model, optimiser, im_end_id: int):
         key, loss_key = jax.random.split(state["key"])
 
         def objective(params):
-            module = model.build({name: p.astype(jnp.bfloat16) for name, p in params.items()})
+            module = model.build(cast_for_compute(params))
             return losses(module, columns_BKT.astype(jnp.int32), labelled_BT, im_end_id, loss_key)
 
         grads, parts = jax.grad(objective, has_aux=True)(state["params"])
@@ -146,7 +176,9 @@ class Listener:
             columns, lengths = prompts(self._prompter, padded, references, length)
             _, ended_BT, audio_BT = self._run(params, self.codec_model.params, columns, lengths)
             frames = spoken_frames(np.asarray(ended_BT)) * self._config.samples_per_frame
-            sounds += [np.asarray(audio[:n]) for audio, n in zip(np.asarray(audio_BT), frames, strict=True)][: len(some)]
+            sounds += [np.asarray(audio[:n]) for audio, n in zip(np.asarray(audio_BT), frames, strict=True)][
+                : len(some)
+            ]
         return sounds
 
     def judge(self, texts: list[str], sounds: list[np.ndarray]) -> tuple[float, list[str]]:
@@ -163,7 +195,10 @@ class Trainer:
         tokenizer = Tokenizer.from_file(arguments.tokenizer)
         self.im_end_id = tokenizer.im_end_id
         self.raw = shapes.dual_ar(
-            tokenizer.vocab_size, tokenizer.semantic_begin_id, tokenizer.semantic_end_id, smoke=arguments.smoke
+            -(-tokenizer.vocab_size // 64) * 64,
+            tokenizer.semantic_begin_id,
+            tokenizer.semantic_end_id,
+            smoke=arguments.smoke,
         )
         config, meta = ModelConfig.from_dict(self.raw), {}
         if arguments.resume:
@@ -171,7 +206,7 @@ class Trainer:
             config, dual_ar = load_dual_ar(arguments.resume / "dual_ar")
         else:
             dual_ar = DualAR(config, rngs=nnx.Rngs(1))
-        self.model = training.Model(dual_ar)
+        self.config, self.model = config, training.Model(dual_ar)
         self.optimiser = training.adamw(0.9, 0.95, 0.1)
         opt = self.optimiser.init(self.model.params)
         if arguments.resume:
@@ -191,7 +226,7 @@ class Trainer:
         )
         self.buckets = SMOKE_BUCKETS if arguments.smoke else BUCKETS
         recipe = Recipe(arguments.codes, arguments.tokenizer, config.num_codebooks, self.buckets)
-        self.queue = start_workers(recipe, arguments.workers, seed=self.step + 1)
+        self.queue, self.workers = start_workers(recipe, arguments.workers, seed=self.step + 1)
         self.judges = Judges(arguments.judges)
         prompter = Prompter(tokenizer, config.num_codebooks)
         sizes = (6, 6, 40) if arguments.smoke else (48, 112, 112)
@@ -238,12 +273,14 @@ class Trainer:
 
     def _compile(self) -> dict[int, Any]:
         """All buckets' programs, compiled side by side while the first shards are encoded; by length."""
-        step = make_step(self.model, self.optimiser, self.im_end_id)
+        step = make_step(for_training(self.config), self.optimiser, self.im_end_id)
         futures = {}
         for bucket in self.buckets:
             columns = jax.ShapeDtypeStruct((bucket.rows, 11, bucket.length), jnp.int16)
             labelled = jax.ShapeDtypeStruct((bucket.rows, bucket.length), jnp.bool_)
-            futures[bucket.length] = self.threads.submit(step.lower(self.state, columns, labelled, self._rate()).compile)
+            futures[bucket.length] = self.threads.submit(
+                step.lower(self.state, columns, labelled, self._rate()).compile
+            )
         return {length: future.result() for length, future in futures.items()}
 
     def run(self) -> None:
@@ -282,6 +319,8 @@ class Trainer:
                 self._save_state()
                 saved = now
         self.stop.set()
+        for worker in self.workers:
+            worker.terminate()
         self._finish()
 
     def _finish(self) -> None:
@@ -352,6 +391,8 @@ def main() -> None:
     shutil.rmtree(arguments.codes, ignore_errors=True)  # codes of another codec must not be mixed in
     log(f"devices {jax.devices()}, jax {jax.__version__}")
     Trainer(arguments, clock, out, log).run()
+    sys.stdout.flush()
+    os._exit(0)  # threads that still encode or compile are not waited for
 
 
 if __name__ == "__main__":

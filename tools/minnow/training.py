@@ -58,6 +58,7 @@ class Log:
         self._file, self._clock = path.open("a", encoding="utf-8"), clock
 
     def __call__(self, line: str) -> None:
+        """One line."""
         line = f"[{self._clock.elapsed_s:6.1f}s] {line}"
         print(line, flush=True)
         self._file.write(line + "\n")
