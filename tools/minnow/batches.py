@@ -150,7 +150,7 @@ class Builder:
 
 def _work(recipe: Recipe, seed: int, queue) -> None:
     builder = Builder(recipe, seed)
-    while builder.refresh() < 200:
+    while builder.refresh() < 100:
         time.sleep(0.5)
     for batch in builder.batches():
         queue.put(batch)
