@@ -114,9 +114,14 @@ def verify(
         raise typer.Exit(1)
 
 
-@app.command()
-def serve() -> None:
-    """Start the gRPC server; the options are those of `python -m serving`."""
+@app.command(
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []},
+)
+def serve(context: typer.Context) -> None:
+    """Start the gRPC server; options as `python -m serving --help` tells them."""
+    from serving.__main__ import app as serving_app
+
+    serving_app(args=context.args, prog_name="python -m serving")
 
 
 def _say_to_stderr(message: str) -> None:

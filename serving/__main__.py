@@ -54,7 +54,7 @@ def serve(
     config = ServerConfig(host=host, port=port, max_queue=max_queue, drain_s=drain, slow_reader_s=slow_reader)
     from fishjax.speech import load
 
-    speech = load(model, num_slots=slots, max_len=max_len, precision=precision, progress=logger.info)
+    speech = load(model, num_slots=slots, max_len=max_len, precision=precision, progress=logger.info, warm=False)
     raise typer.Exit(asyncio.run(run(speech, config)))
 
 

@@ -1,0 +1,96 @@
+"""From nothing to a WAV file through the real service: start the server, call it, write what comes, say how fast.
+
+    python examples/demo.py --text "open the red door please" --output hello.wav
+
+The server is its own process on a free loopback port and is stopped at the end.
+"""
+
+from __future__ import annotations
+
+import argparse
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+
+from fishjax.audio.encode import write_wav
+from fishjax.client import Client
+
+
+def free_port() -> int:
+    """A loopback port that nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def wait_until_ready(client: Client, server: subprocess.Popen[bytes], timeout_s: float) -> None:
+    """Show that time passes while the server compiles; end with a sentence when it dies or takes too long."""
+    started = time.monotonic()
+    while True:
+        if server.poll() is not None:
+            sys.exit(f"the server ended with exit code {server.returncode}; its own words are above")
+        elapsed = time.monotonic() - started
+        if elapsed > timeout_s:
+            sys.exit(f"the server was not ready after {timeout_s:.0f} s")
+        print(f"\rcompiling the model [{'#' * min(int(elapsed), 40):<40}] {elapsed:3.0f} s", end="", file=sys.stderr)
+        try:
+            client.wait_ready(timeout_s=0.5)
+        except TimeoutError:
+            continue
+        print(f"\rserver ready after {time.monotonic() - started:.1f} s{' ' * 48}", file=sys.stderr)
+        return
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--text", default="open the red door please")
+    parser.add_argument("--output", type=Path, default=Path("hello.wav"))
+    parser.add_argument("--seed", type=int, default=1)
+    arguments = parser.parse_args()
+
+    address = f"127.0.0.1:{free_port()}"
+    command = [
+        sys.executable,
+        "-m",
+        "serving",
+        "--slots",
+        "1",
+        "--port",
+        address.split(":")[1],
+        "--log-level",
+        "warning",
+    ]
+    server = subprocess.Popen(command)
+    try:
+        with Client(address) as client:
+            wait_until_ready(client, server, timeout_s=300)
+            called = time.perf_counter()
+            speech = client.synthesize(arguments.text, seed=arguments.seed)
+            pieces, first_sound_s = [], 0.0
+            for chunk in speech:
+                first_sound_s = first_sound_s or time.perf_counter() - called
+                pieces.append(chunk.samples)
+            total_s = time.perf_counter() - called
+            rate_hz, summary = speech.header.sample_rate_hz, speech.summary
+    finally:
+        server.terminate()
+        server.wait(timeout=30)
+    if not pieces or summary is None:
+        sys.exit("the model ended before its first sound")
+    samples = np.concatenate(pieces)
+    write_wav(arguments.output, [samples.astype(np.float32) / 32768], rate_hz)
+    seconds = len(samples) / rate_hz
+    print(f'said "{arguments.text}" into {arguments.output}')
+    print(
+        f"sound {seconds:.2f} s   first sound after {1000 * first_sound_s:.0f} ms   "
+        f"real-time factor {total_s / seconds:.2f}   ({summary.num_frames} frames)"
+    )
+
+
+if __name__ == "__main__":
+    main()
