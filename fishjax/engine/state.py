@@ -21,11 +21,8 @@ from fishjax.engine.sampling_params import SamplingParams
 from fishjax.model.cache import KVCache, init_cache
 
 
-def _pytree(cls):
-    return jax.tree_util.register_dataclass(dataclass(frozen=True)(cls))
-
-
-@_pytree
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
 class SlotState:
     """Everything about a slot but its cache and codec state; each field has the slot axis B first."""
 
@@ -40,7 +37,8 @@ class SlotState:
     top_k_B: jax.Array  # int32
 
 
-@_pytree
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
 class DecodeState:
     """The slots and their key/value cache."""
 
@@ -48,16 +46,18 @@ class DecodeState:
     cache: KVCache
 
 
-@_pytree
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
 class StepInputs:
     """Per slot: make a frame, start the codec from silence, or be emptied."""
 
-    run_B: jax.Array
-    reset_B: jax.Array
-    cancel_B: jax.Array
+    run_B: jax.Array | np.ndarray
+    reset_B: jax.Array | np.ndarray
+    cancel_B: jax.Array | np.ndarray
 
 
-@_pytree
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
 class StepOutput:
     """`is_end_B` bool: the model ended its segment; `codes_BK` int32: the frame's codes."""
 

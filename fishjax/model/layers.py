@@ -30,6 +30,7 @@ class Linear(nnx.Module):
         self.bias = nnx.Param(jnp.zeros((out_features,), dtype)) if use_bias else None
 
     def __call__(self, x: jax.Array) -> jax.Array:
+        """(..., K) -> (..., N), in the type of `x`."""
         y = matmul(x, self.weight[...])
         return y if self.bias is None else y + self.bias[...]
 
@@ -41,6 +42,7 @@ class Embedding(nnx.Module):
         self.weight = nnx.Param((width**-0.5 * jax.random.normal(rngs.params(), (num_rows, width))).astype(dtype))
 
     def __call__(self, ids: jax.Array) -> jax.Array:
+        """Rows of integer ids (...) -> (..., width)."""
         return self.weight[...][ids]
 
 
@@ -52,6 +54,7 @@ class RMSNorm(nnx.Module):
         self.eps = eps
 
     def __call__(self, x: jax.Array) -> jax.Array:
+        """Any shape (..., width); the type is kept."""
         return _normalise(x, self.eps).astype(x.dtype) * self.weight[...]
 
 
@@ -63,6 +66,7 @@ class HeadRMSNorm(nnx.Module):
         self.eps = eps
 
     def __call__(self, x: jax.Array) -> jax.Array:
+        """Any shape (..., head width); the type is kept."""
         return (_normalise(x, self.eps) * self.weight[...].astype(jnp.float32)).astype(x.dtype)
 
 
@@ -107,4 +111,5 @@ class FeedForward(nnx.Module):
         self.w2 = Linear(ffn_dim, dim, dtype=dtype, rngs=rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
+        """(..., dim) -> (..., dim)."""
         return self.w2(jax.nn.silu(self.w1(x)) * self.w3(x))

@@ -1,0 +1,168 @@
+"""A request's text logic without a device: segments, prefixes, limits, reasons to end."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from fishjax.config import SpeechProfile
+from fishjax.engine.sampling_params import SamplingParams
+from fishjax.engine.utterance import FinishReason, Utterance
+from fishjax.errors import InvalidRequest, PromptTooLong
+from fishjax.text.prompt import Prompter, Reference
+from fishjax.text.tokenizer import Tokenizer
+
+FRAME_RATE_HZ = 21.5
+
+
+@pytest.fixture(scope="module")
+def prompter(golden):
+    return Prompter(Tokenizer.from_file(golden / "prompt_format" / "tokenizer.json"), num_codebooks=4)
+
+
+@pytest.fixture
+def make(prompter):
+    def utterance(text, references=(), max_len=512, max_frames=None, **profile):
+        return Utterance(
+            text,
+            references,
+            SamplingParams(max_frames=max_frames),
+            prompter=prompter,
+            profile=SpeechProfile(**profile),
+            max_len=max_len,
+            frame_rate_hz=FRAME_RATE_HZ,
+        )
+
+    return utterance
+
+
+def frame(number: int) -> np.ndarray:
+    return np.array([number % 64, (3 * number) % 32, 5, 7], np.int32)
+
+
+def speak(utterance: Utterance, frames_per_segment: int) -> list:
+    """Drive an utterance as the loop does; returns its prompts."""
+    prompts, number = [], 0
+    while (prompt := utterance.next_prompt()) is not None:
+        prompts.append(prompt)
+        for spoken in range(frames_per_segment + 1):
+            accepted = utterance.accept(frame(number), is_end=spoken == frames_per_segment)
+            number += 1
+            if accepted.segment_done:
+                break
+    return prompts
+
+
+def test_one_segment_ends_when_the_model_says_so(make):
+    utterance = make("hello world")
+    prompt = utterance.next_prompt()
+    assert prompt.prefix_length == 0
+    assert utterance.accept(frame(1), is_end=False).keep
+    last = utterance.accept(frame(2), is_end=True)
+    assert (last.keep, last.segment_done, last.finish_reason) == (False, True, FinishReason.STOP)
+    assert utterance.num_frames == 1
+    assert utterance.next_prompt() is None
+
+
+def test_an_end_at_the_first_frame_is_empty_not_sound(make):
+    utterance = make("hello world")
+    utterance.next_prompt()
+    accepted = utterance.accept(frame(1), is_end=True)
+    assert accepted.finish_reason is FinishReason.EMPTY
+    assert not accepted.keep
+    assert utterance.num_frames == 0
+
+
+def test_the_frame_at_the_limit_is_kept_and_the_reason_is_length(make):
+    utterance = make("hello world", max_frames=3)
+    utterance.next_prompt()
+    assert not utterance.accept(frame(1), is_end=False).segment_done
+    assert not utterance.accept(frame(2), is_end=False).segment_done
+    last = utterance.accept(frame(3), is_end=False)
+    assert (last.keep, last.segment_done, last.finish_reason) == (True, True, FinishReason.LENGTH)
+    assert utterance.num_frames == 3
+
+
+def test_a_model_that_never_ends_is_stopped_and_the_next_segment_works(make):
+    utterance = make("Hi. Bye.", segment_bytes=4)
+    first = utterance.next_prompt()
+    assert first is not None
+    count = 0
+    while not (accepted := utterance.accept(frame(count), is_end=False)).segment_done:
+        count += 1
+    assert FRAME_RATE_HZ < count + 1 < 6 * FRAME_RATE_HZ  # seconds, not minutes, for a word
+    assert accepted.finish_reason is None
+    assert utterance.next_prompt() is not None
+    utterance.accept(frame(1), is_end=False)
+    assert utterance.accept(frame(2), is_end=True).finish_reason is FinishReason.RUNAWAY
+
+
+def test_later_segments_read_only_what_the_cache_does_not_hold(make, prompter):
+    utterance = make("The first one is here. The second one is there. And a third.", segment_bytes=24)
+    prompts = speak(utterance, frames_per_segment=5)
+    assert len(prompts) == 3
+    assert utterance.num_frames == 15
+    held = np.zeros((5, 0), np.int32)
+    number = 0
+    for prompt in prompts:
+        assert prompt.prefix_length == held.shape[1]
+        held = np.concatenate([held, prompt.columns_CT], axis=1)
+        codes = np.stack([frame(number + i) for i in range(5)], axis=1)
+        number += 6  # the end takes a number too
+        held = np.concatenate([held, prompter.frame_columns(codes)], axis=1)
+    assert [prompt.first_frame for prompt in prompts] == [0, 5, 10]
+
+
+def test_history_that_does_not_fit_is_dropped_oldest_first_and_the_first_segment_keeps_the_voice(make, prompter):
+    text = " ".join(f"Sentence number {i} is said now." for i in range(8))
+    utterance = make(text, segment_bytes=40, max_len=420, max_segment_frames=40)
+    prompts = speak(utterance, frames_per_segment=12)
+    assert len(prompts) == 8
+    last = prompts[-1]
+    assert last.prefix_length + last.columns_CT.shape[1] + 40 <= 420
+    # Where history was dropped, the first segment's frames were read anew: as a reference, before the user's text.
+    first_frames = prompter.frame_columns(np.stack([frame(i) for i in range(12)], axis=1))
+    anew = [prompt for prompt in prompts[1:] if _find(prompt.columns_CT, first_frames) >= 0]
+    assert len(anew) == 1
+    assert anew[0].prefix_length < prompts[1].prefix_length
+    at = anew[0].prefix_length + _find(anew[0].columns_CT, first_frames)
+    assert last.prefix_length >= at + 12  # and from then on they stay in the cache
+
+
+def _find(columns_CT: np.ndarray, wanted_CT: np.ndarray) -> int:
+    width = wanted_CT.shape[1]
+    places = range(columns_CT.shape[1] - width + 1)
+    return next((i for i in places if np.array_equal(columns_CT[:, i : i + width], wanted_CT)), -1)
+
+
+def test_no_history_for_models_that_were_trained_without(make):
+    prompts = speak(make("One two. Three four.", segment_bytes=12, max_history_segments=0), frames_per_segment=4)
+    assert len(prompts) == 2
+    assert prompts[1].prefix_length > 0  # the system message is still shared
+    assert not np.any(prompts[1].columns_CT[1:])
+
+
+def test_max_frames_counts_the_whole_request(make):
+    utterance = make("One two. Three four. Five six.", segment_bytes=10, max_frames=7)
+    speak(utterance, frames_per_segment=5)
+    assert utterance.num_frames == 7
+    assert utterance.finish_reason is FinishReason.LENGTH
+
+
+def test_a_prompt_without_room_is_refused_with_numbers(make):
+    long_reference = Reference("hello", np.ones((4, 300), np.int32))
+    with pytest.raises(PromptTooLong, match="256"):
+        make("hello", references=[long_reference], max_len=256)
+
+
+@pytest.mark.parametrize("text", ["", "  \n\t "])
+def test_blank_text_is_refused(make, text):
+    with pytest.raises(InvalidRequest):
+        make(text)
+
+
+def test_tags_are_dropped_for_a_model_trained_without_them(make, prompter):
+    kept = make("hello [laugh] world").next_prompt().columns_CT
+    dropped = make("hello [laugh] world", keep_tags=False).next_prompt().columns_CT
+    np.testing.assert_array_equal(dropped, make("hello world").next_prompt().columns_CT)
+    assert kept.shape[1] > dropped.shape[1]
