@@ -213,6 +213,10 @@ class CodecConfig:
         """Entries of each book, semantic first."""
         return (self.semantic_codebook_size, *(self.residual_codebook_size,) * self.num_residual_codebooks)
 
+    def num_frames(self, num_samples: int) -> int:
+        """Frames that hold `num_samples` samples; the last may be part silence."""
+        return -(-num_samples // self.samples_per_frame)
+
     @property
     def frame_rate_hz(self) -> float:
         """Frames per second of sound (21.533 in the published codec)."""
