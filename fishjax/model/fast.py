@@ -40,7 +40,8 @@ class FastTransformer(nnx.Module):
         self.output = Linear(fast.dim, config.codebook_size, dtype=dtype, rngs=rngs)
 
     def project(self, hidden_BD: jax.Array) -> jax.Array:
-        """The slow hidden state (..., D) at the fast width; the identity when both widths agree."""
+        """The slow hidden state (..., D) at the fast width and type; the identity when both agree."""
+        hidden_BD = hidden_BD.astype(self.embeddings.weight[...].dtype)
         return hidden_BD if self.project_in is None else self.project_in(hidden_BD)
 
     def forward(self, projected_ND: jax.Array, codes_NK: jax.Array) -> jax.Array:

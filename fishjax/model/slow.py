@@ -16,7 +16,7 @@ from fishjax.config import ModelConfig
 from fishjax.model.block import Block, attend_masked, cached_rope_table
 from fishjax.model.cache import KVCache, attend_cached, write
 from fishjax.model.layers import Embedding, Linear, RMSNorm
-from pallas_kernels import matmul
+from pallas_kernels import BlockScaled, MxScaled, matmul
 
 
 class SlowTransformer(nnx.Module):
@@ -93,9 +93,14 @@ class SlowTransformer(nnx.Module):
         """The head's rows (V, D): `output.weight`, or the embeddings when they are tied."""
         return self.embeddings.weight[...] if self.output is None else self.output.weight[...]
 
-    def logits(self, hidden_BTD: jax.Array, head_NK: jax.Array | None = None) -> jax.Array:
-        """Pre-norm hidden (..., D) -> logits (..., V), or (..., N) for the rows of a sliced head."""
-        return matmul(self.norm(hidden_BTD), self.head_weight() if head_NK is None else head_NK)
+    def logits(self, hidden_BTD: jax.Array, head_NK: jax.Array | BlockScaled | MxScaled | None = None) -> jax.Array:
+        """Pre-norm hidden (..., D) -> logits (..., V), or (..., N) for the rows of a sliced head.
+
+        Logits have the activations' type; a float32 head makes them float32.
+        """
+        head_NK = self.head_weight() if head_NK is None else head_NK
+        normed_BTD = self.norm(hidden_BTD)
+        return matmul(normed_BTD.astype(jnp.float32) if head_NK.dtype == jnp.float32 else normed_BTD, head_NK)
 
     def _rope_table(self, num_positions: int):
         slow = self.config.slow

@@ -46,12 +46,18 @@ def read_checkpoint(folder: Path, stem: str = "model") -> tuple[Path, dict[str, 
 
 def read_safetensors(path: Path) -> dict[str, StoredTensor]:
     """Every tensor of one safetensors file, unread."""
+
+    def read(name: str) -> np.ndarray:
+        # Opened anew for each tensor: a mapped file that stays open keeps every page it ever touched in memory.
+        with safe_open(path, framework="numpy") as file:
+            return file.get_tensor(name)
+
     try:
-        file = safe_open(path, framework="numpy")
-        shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+        with safe_open(path, framework="numpy") as file:
+            shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
     except (OSError, SafetensorError) as error:
         raise WeightsError(f"cannot read {path}: {error}") from error
-    return {name: StoredTensor(shape, lambda name=name: file.get_tensor(name)) for name, shape in shapes.items()}
+    return {name: StoredTensor(shape, lambda name=name: read(name)) for name, shape in shapes.items()}
 
 
 def read_pth(path: Path) -> dict[str, StoredTensor]:

@@ -59,6 +59,11 @@ def assign_public(model: DualAR, tensors: Mapping[str, Any], *, source: str) -> 
 
     Raises WeightsError that names every missing, extra and misshapen tensor by its published name.
     """
+    assign(model, match_public(model, tensors, source=source), source=source)
+
+
+def match_public(model: DualAR, tensors: Mapping[str, Any], *, source: str) -> dict[str, Any]:
+    """Module path -> its published tensor, unread, for every parameter of `model`. Errors as in `assign_public`."""
     wanted = {path: tuple(variable.shape) for path, variable in parameters(model).items()}
     sources, layout = to_ours(tensors), layout_of(tensors)
     ours = {path: _joined([tensors[name] for name in names]) for path, names in sources.items()}
@@ -72,7 +77,7 @@ def assign_public(model: DualAR, tensors: Mapping[str, Any], *, source: str) -> 
             if path in ours and tuple(ours[path].shape) != shape
         ],
     )
-    assign(model, ours, source=source)
+    return ours
 
 
 def dual_ar_to_public(model: DualAR) -> dict[str, np.ndarray]:
