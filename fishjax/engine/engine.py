@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from fishjax.codec import Codec
@@ -173,7 +174,7 @@ class Engine:
         """Make the next frame of each slot in `run`; returns at once."""
         run_B = np.zeros(self.num_slots, bool)
         run_B[list(run)] = True
-        inputs = StepInputs(run_B=run_B, reset_B=self._reset_B.copy(), cancel_B=self._cancel_B.copy())
+        inputs = StepInputs(*(jnp.array(mask_B) for mask_B in (run_B, self._reset_B, self._cancel_B)))
         self._state, output = self._decode(self._state, inputs)
         self._codec_state, audio_Bs = self._sound(self._codec_state, output, inputs)
         self._reset_B &= ~run_B

@@ -51,9 +51,9 @@ class DecodeState:
 class StepInputs:
     """Per slot: make a frame, start the codec from silence, or be emptied."""
 
-    run_B: jax.Array | np.ndarray
-    reset_B: jax.Array | np.ndarray
-    cancel_B: jax.Array | np.ndarray
+    run_B: jax.Array
+    reset_B: jax.Array
+    cancel_B: jax.Array
 
 
 @jax.tree_util.register_dataclass

@@ -88,7 +88,8 @@ def codec_step(
 ) -> tuple[CodecStreamState, jax.Array]:
     """Sound of the frames just made: (state, audio_Bs float32). The end of speech is not sound."""
     sounds_B = inputs.run_B & ~output.is_end_B
-    state, audio_Bs = stream_decode(codec, state, output.codes_BK[:, :, None], sounds_B, inputs.reset_B & sounds_B)
+    reset_B = inputs.reset_B & sounds_B
+    state, audio_Bs = stream_decode(codec, state, output.codes_BK[:, :, None], sounds_B, reset_B)
     return state, audio_Bs.astype(jnp.float32)
 
 

@@ -115,11 +115,11 @@ def test_later_segments_read_only_what_the_cache_does_not_hold(make, prompter):
 
 def test_history_that_does_not_fit_is_dropped_oldest_first_and_the_first_segment_keeps_the_voice(make, prompter):
     text = " ".join(f"Sentence number {i} is said now." for i in range(8))
-    utterance = make(text, segment_bytes=40, max_len=420, max_segment_frames=40)
+    utterance = make(text, segment_bytes=40, max_len=300, max_segment_frames=40)
     prompts = speak(utterance, frames_per_segment=12)
     assert len(prompts) == 8
     last = prompts[-1]
-    assert last.prefix_length + last.columns_CT.shape[1] + 40 <= 420
+    assert last.prefix_length + last.columns_CT.shape[1] + 40 <= 300
     # Where history was dropped, the first segment's frames were read anew: as a reference, before the user's text.
     first_frames = prompter.frame_columns(np.stack([frame(i) for i in range(12)], axis=1))
     anew = [prompt for prompt in prompts[1:] if _find(prompt.columns_CT, first_frames) >= 0]
