@@ -168,7 +168,7 @@ class _Comparison:
             jitted = jax.jit(lambda state, *inputs: function(nnx.merge(graph, state), *inputs))
             return functools.partial(jitted, state)
 
-        self._encode_stages = compiled(_encode_stages)
+        self._compiled = compiled
         self._decode_stages = compiled(_decode_stages)
         self._step = compiled(stream_decode)
         self._margins: dict[str, float] = {}
@@ -194,13 +194,23 @@ class _Comparison:
         self._rope()
 
     def _encode_case(self, case: str) -> None:
-        golden, spf = self.golden, self.config.samples_per_frame
+        golden = self.golden
         audio_B1T = golden.read(f"{case}.audio")
         lengths_name = f"{case}.audio_lengths"
-        lengths = golden.read(lengths_name) if lengths_name in golden else None
-        codes, frames = (np.asarray(part) for part in self.codec.encode(jnp.asarray(audio_B1T[:, 0]), lengths))
-        padded = np.pad(audio_B1T[:, 0], ((0, 0), (0, -audio_B1T.shape[2] % spf)))
-        stages = self._encode_stages(jnp.asarray(padded))
+        lengths = jnp.asarray(golden.read(lengths_name)) if lengths_name in golden else None
+        fewer = {
+            name: int(match["number"])
+            for name in golden.names(f"{case}.")
+            if (match := _BOOKS_ENTRY.fullmatch(name)) and match["case"] == case
+        }
+
+        def everything(codec: Codec, audio_BT: jax.Array):
+            # One program, so that what the encodes share is computed once.
+            limited = {name: codec.encode(audio_BT, lengths, num_quantizers=n)[0] for name, n in fewer.items()}
+            return codec.encode(audio_BT, lengths), limited, _encode_stages(codec, audio_BT)
+
+        (codes, frames), limited, stages = self._compiled(everything)(jnp.asarray(audio_B1T[:, 0]))
+        codes, frames = np.asarray(codes), np.asarray(frames)
         margin = np.asarray(stages.pop("code_margin"))
         self._margins[case] = float(margin.min())
         self._lengths[case] = {
@@ -214,10 +224,8 @@ class _Comparison:
         if f"{case}.code_margin" in golden:
             golden.compare(f"{case}.code_margin", margin, FLOAT_TOLERANCE)
         self._compare_stages(case, stages)
-        for name in golden.names(f"{case}."):
-            if (match := _BOOKS_ENTRY.fullmatch(name)) and match["case"] == case:
-                fewer, _ = self.codec.encode(jnp.asarray(audio_B1T[:, 0]), lengths, num_quantizers=int(match["number"]))
-                golden.compare(name, np.asarray(fewer), 0)
+        for name, codes in limited.items():
+            golden.compare(name, np.asarray(codes), 0)
 
     def _decode_case(self, case: str) -> None:
         codes_BKT = self.golden.read(f"{case}.codes")
@@ -254,13 +262,19 @@ class _Comparison:
 
     def _module(self, path: str) -> None:
         x_BTC = jnp.asarray(self.golden.read(f"module.{path}.in").transpose(0, 2, 1))
-        module = self.codec
+        module: Any = self.codec
         for part in path.split("."):
             try:
                 module = module[int(part)] if part.isdigit() else getattr(module, part)
             except (AttributeError, IndexError, TypeError) as error:
                 raise WeightsError(f"{self.golden.name} speaks of a module '{path}' that is not there") from error
-        y_BTC = run_chain(module, x_BTC, None)[0] if isinstance(module, nnx.List) else module(x_BTC)
+        graph, state = nnx.split(module)
+
+        def whole(state: nnx.State, x_BTC: jax.Array) -> jax.Array:
+            block: Any = nnx.merge(graph, state)
+            return run_chain(block, x_BTC, None)[0] if isinstance(block, nnx.List) else block(x_BTC)
+
+        y_BTC = jax.jit(whole)(state, x_BTC)
         self.golden.compare(f"module.{path}.out", np.asarray(y_BTC).transpose(0, 2, 1), FLOAT_TOLERANCE)
 
     def _rope(self) -> None:
@@ -297,31 +311,32 @@ class _Comparison:
             settings.compare("prefix_encode_codes_equal", self._prefix_encode_is_equal(), 0)
 
     def _prefix_decode_difference(self) -> float:
-        """Worst difference between decoding the first two thirds of a case and that part of the whole decode."""
-        worst = 0.0
-        for name in self.golden.names():
-            if name.endswith(".codes"):
-                codes = jnp.asarray(self.golden.read(name), jnp.int32)
-                frames = max(1, 2 * codes.shape[2] // 3)
-                part, whole = (np.asarray(self._decode_stages(c)["waveform"]) for c in (codes[:, :, :frames], codes))
-                worst = max(worst, float(np.max(np.abs(part - whole[:, : part.shape[1]]))))
-        return worst
+        """Worst difference between decoding two thirds of the shortest case and that part of its whole decode."""
+        name = min(
+            (name for name in self.golden.names() if name.endswith(".codes")),
+            key=lambda name: self.golden.read(name).shape[2],
+        )
+        codes_BKT = jnp.asarray(self.golden.read(name), jnp.int32)
+        frames = max(1, 2 * codes_BKT.shape[2] // 3)
+        part, whole = (
+            np.asarray(self._decode_stages(codes)["waveform"]) for codes in (codes_BKT[:, :, :frames], codes_BKT)
+        )
+        return float(np.max(np.abs(part - whole[:, : part.shape[1]])))
 
     def _prefix_encode_is_equal(self) -> bool:
-        """Whether the codes of the first two thirds of each case's sound begin the codes of all of it."""
-        equal = True
-        for case in self._lengths:
-            audio = jnp.asarray(self.golden.read(f"{case}.audio")[:, 0])
-            frames = max(1, 2 * (audio.shape[1] // self.config.samples_per_frame) // 3)
-            part, _ = self.codec.encode(audio[:, : frames * self.config.samples_per_frame])
-            whole, _ = self.codec.encode(audio)
-            equal = equal and bool(jnp.array_equal(part, whole[:, :, : part.shape[2]]))
-        return equal
+        """Whether the codes of two thirds of the shortest case's sound begin its recorded codes."""
+        case = min(self._lengths, key=lambda case: self._lengths[case]["samples"][2])
+        audio_BT = self.golden.read(f"{case}.audio")[:, 0]
+        frames = max(1, 2 * (audio_BT.shape[1] // self.config.samples_per_frame) // 3)
+        encode = self._compiled(lambda codec, audio_BT: codec.encode(audio_BT)[0])
+        codes_BKT = np.asarray(encode(jnp.asarray(audio_BT[:, : frames * self.config.samples_per_frame])))
+        return bool(np.array_equal(codes_BKT, self.golden.read(f"{case}.codes")[:, :, :frames]))
 
 
 def _encode_stages(codec: Codec, audio_BT: jax.Array) -> dict[str, jax.Array]:
-    """What the encode path computes on the way, by its recorded name; sound of whole frames."""
+    """What the encode path computes on the way, by its recorded name."""
     quantizer = codec.quantizer
+    audio_BT = jnp.pad(audio_BT, ((0, 0), (0, -audio_BT.shape[1] % codec.config.samples_per_frame)))
     encoded = codec.encoder(audio_BT[..., None])
     shrunk = quantizer.shrink(encoded)
     z = quantizer.pre_module(shrunk)
