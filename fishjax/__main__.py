@@ -6,6 +6,7 @@ Human text goes to stderr. With `--json` the last line of stdout is one JSON doc
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sys
 import time
@@ -96,6 +97,28 @@ def say(
     )
     if json_output:
         print(json.dumps(result))
+
+
+@app.command()
+def convert(
+    source: Annotated[Path, typer.Argument(metavar="SRC", help="Public model folder: safetensors or .pth")],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder to write; must be new or a converted one")],
+    precision: PrecisionOption = None,
+    json_output: JsonOption = False,
+) -> None:
+    """Convert a public model folder once: renamed, quantised by the policy, restored fast ever after."""
+    from fishjax.weights.convert import convert as run
+    from fishjax.weights.precision import Precision
+
+    policy = Precision.parse(precision) if precision else Precision.default()
+    report = run(source, out, policy, progress=_say_to_stderr)
+    _say_to_stderr(
+        f"{out}: {report.num_tensors} tensors, {report.num_parameters:,} parameters, "
+        f"{report.bytes_in / 1e9:.2f} GB in, {report.bytes_out / 1e9:.2f} GB out, {report.seconds:.1f} s, "
+        f"at most {report.peak_rss_bytes / 1e9:.2f} GB of memory"
+    )
+    if json_output:
+        print(json.dumps({"output": str(out), "precision": str(policy), **dataclasses.asdict(report)}))
 
 
 @app.command()

@@ -18,13 +18,9 @@ from fishjax.config import SpeechProfile
 from fishjax.engine.engine import Engine
 from fishjax.engine.sampling_params import SamplingParams
 from fishjax.engine.utterance import Utterance
-from fishjax.errors import WeightsError
 from fishjax.text.prompt import Prompter, Reference
 from fishjax.text.tokenizer import Tokenizer
-from fishjax.weights.load import load_dual_ar
-from fishjax.weights.load_codec import load_codec
-from fishjax.weights.precision import Precision, plain_dtype
-from fishjax.weights.quantize import apply_precision
+from fishjax.weights.model_folder import load_model
 
 MINNOW = Path(__file__).parent / "minnow"
 
@@ -96,44 +92,31 @@ def load(
     progress: Callable[[str], None] | None = None,
     warm: bool = True,
 ) -> SpeechModel:
-    """Load a public model folder (None: minnow, which ships) and compile it for `num_slots` slots of `max_len` columns.
+    """Load a model folder, public or converted (None: minnow, which ships), and compile it.
+
+    It gets `num_slots` slots of `max_len` columns.
 
     `precision` is a policy as in `Precision.parse`; None takes the platform's default. `progress` hears what is being
     done. `warm=False` leaves compiling to the caller (`engine.warmup`). Raises WeightsError for a folder that is not
     whole, InvalidRequest for a precision or a size that cannot be.
     """
     place = Path(folder) if folder is not None else MINNOW
-    policy = Precision.parse(precision) if precision else Precision.default()
-    if not place.is_dir():
-        raise WeightsError(f"there is no model folder at {place}")
-    tokenizer_path = place / "tokenizer.json"
-    if not tokenizer_path.exists():
-        raise WeightsError(f"{place} has no tokenizer.json: a model cannot read text without it")
-    codec_place = next((c for c in (place / "codec", place / "codec.pth") if c.exists()), None)
-    if codec_place is None:
-        raise WeightsError(f"{place} has neither codec/ nor codec.pth: a model cannot make sound without one")
     if progress:
         progress(f"reading {place.name}")
-    tokenizer = Tokenizer.from_file(tokenizer_path)
-    config, model = load_dual_ar(place, plain_dtype(policy.slow))
-    apply_precision(model, policy)
-    codec_config, codec = load_codec(codec_place, policy.codec_dtype)
-    if codec_config.num_codebooks != config.num_codebooks:
-        raise WeightsError(
-            f"{place}: the model speaks {config.num_codebooks} codebooks and its codec {codec_config.num_codebooks}"
-        )
-    profile = SpeechProfile.from_file(place / "generation_config.json")
+    loaded = load_model(place, precision)
+    tokenizer = Tokenizer.from_file(loaded.tokenizer)
     engine = Engine(
-        model,
-        codec,
+        loaded.dual_ar,
+        loaded.codec,
         im_end_id=tokenizer.im_end_id,
         num_slots=num_slots,
         max_len=max_len,
-        precision=policy,
-        max_reference_s=profile.max_reference_s,
+        precision=loaded.precision,
+        max_reference_s=loaded.profile.max_reference_s,
         model_name=place.resolve().name,
     )
-    speech = SpeechModel(engine, Prompter(tokenizer, config.num_codebooks, config.prompt_layout), profile)
+    config = loaded.config
+    speech = SpeechModel(engine, Prompter(tokenizer, config.num_codebooks, config.prompt_layout), loaded.profile)
     if warm:
         engine.warmup(progress)
     return speech

@@ -77,7 +77,7 @@ def lazy_leaves(path: str, abstract: Any, make: Callable[[], Any]) -> dict[str, 
 
 
 def write_tree(folder: Path, leaves: Mapping[str, LazyArray]) -> None:
-    """Write an Orbax tree; keys are dotted paths. `folder` must not exist."""
+    """Write an Orbax tree; keys are dotted paths. `folder` must not exist. Raises WeightsError when writing fails."""
     tree = _nested(leaves)
     registry = ocp.type_handlers.create_type_handler_registry(
         (jax.Array, ocp.type_handlers.ArrayHandler()), (LazyArray, _LazyArrayHandler())
@@ -85,7 +85,10 @@ def write_tree(folder: Path, leaves: Mapping[str, LazyArray]) -> None:
     handler = ocp.PyTreeCheckpointHandler(use_compression=False, type_handler_registry=registry)
     save_args = jax.tree.map(lambda _: ocp.SaveArgs(chunk_byte_size=_CHUNK_BYTES), tree)
     with ocp.Checkpointer(handler) as checkpointer:
-        checkpointer.save(folder.absolute(), args=ocp.args.PyTreeSave(tree, save_args=save_args))
+        try:
+            checkpointer.save(folder.absolute(), args=ocp.args.PyTreeSave(tree, save_args=save_args))
+        except ValueError as error:  # what TensorStore raises when a disk is full or refuses
+            raise WeightsError(f"cannot write {folder}: {_first_line(error)}") from error
 
 
 def save_module(folder: Path, module: nnx.Module) -> None:
@@ -135,8 +138,11 @@ def _or_damaged(folder: Path, read: Callable[[], Any]) -> Any:
     try:
         return read()
     except Exception as error:  # Orbax and TensorStore raise a dozen kinds for a damaged folder
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
-        raise WeightsError(f"{folder} is damaged or incomplete, convert the model again: {reason}") from error
+        raise WeightsError(f"{folder} is damaged or incomplete, convert it again: {_first_line(error)}") from error
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
 
 
 def _named_leaves(path: str, value: Any) -> dict[str, Any]:
