@@ -16,10 +16,10 @@ from fishjax.rpc.v1 import tts_pb2
 from tools.minnow.judge import hear, word_errors
 from tools.minnow.texts import closed_prompts, held_out
 
-# Word error rate of the greedy voice on 24 prompts that were never trained on, as frozen in the model card, and what a
-# change may cost before it is a fault (3 points and the judge's own noise on 24 prompts).
+# Word error rate of the greedy voice on 24 prompts (120 words) that were never trained on, as frozen in the model card.
+# Another processor rounds otherwise and a greedy path may part from this one: two standard errors of 120 words.
 FROZEN_WER = 0.44
-SLACK = 0.05
+SLACK = 0.09
 
 
 @pytest.fixture(scope="module")
