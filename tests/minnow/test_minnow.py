@@ -16,10 +16,10 @@ from fishjax.rpc.v1 import tts_pb2
 from tools.minnow.judge import hear, word_errors
 from tools.minnow.texts import closed_prompts, held_out
 
-# Word error rate of the greedy voice on 24 prompts (120 words) that were never trained on, as frozen in the model card.
-# Another processor rounds otherwise and a greedy path may part from this one: two standard errors of 120 words.
+# Word error rate of the greedy voice on 24 prompts (120 words) that were never trained on: 53 words wrong, as the model
+# card says. This guards against getting worse; the target, 0.10, is not met by these weights.
 FROZEN_WER = 0.44
-SLACK = 0.09
+SLACK = 0.05
 
 
 @pytest.fixture(scope="module")
