@@ -84,6 +84,7 @@ class Client:
         *,
         references: Sequence[tuple[bytes | os.PathLike[str], str]] = (),
         audio_format: tts_pb2.AudioFormat = tts_pb2.PCM_S16LE,
+        priority: tts_pb2.Priority = tts_pb2.STANDARD,
         temperature: float | None = None,
         top_p: float | None = None,
         top_k: int | None = None,
@@ -102,6 +103,7 @@ class Client:
                 for clip, words in references
             ],
             format=audio_format,
+            priority=priority,
             sampling=tts_pb2.Sampling(
                 temperature=temperature, top_p=top_p, top_k=top_k, seed=seed, max_frames=max_frames
             ),

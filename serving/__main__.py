@@ -41,7 +41,12 @@ def serve(
             help="bf16, or per module: slow=fp8,fast=bf16,head=bf16,kv=fp8,codec=bf16 [default: fp32 on a CPU]"
         ),
     ] = None,
-    max_queue: Annotated[int, typer.Option(help="Requests that may wait for a slot", min=0)] = _DEFAULT.max_queue,
+    max_queue: Annotated[
+        int, typer.Option(help="REALTIME requests that may wait for a slot, and as many STANDARD ones", min=0)
+    ] = _DEFAULT.max_queue,
+    max_batch_queue: Annotated[
+        int, typer.Option(help="BATCH requests that may wait for a slot", min=0)
+    ] = _DEFAULT.max_batch_queue,
     drain: Annotated[float, typer.Option(help="Seconds for running requests at the end", min=0)] = _DEFAULT.drain_s,
     slow_reader: Annotated[
         float, typer.Option(help="Seconds a caller may fall behind its speech before it is cut off", min=0.1)
@@ -51,7 +56,14 @@ def serve(
 ) -> None:
     """Serve speech over gRPC (fishjax.rpc.v1.Tts, health, reflection)."""
     logs.configure(log_level, as_json=log_json)
-    config = ServerConfig(host=host, port=port, max_queue=max_queue, drain_s=drain, slow_reader_s=slow_reader)
+    config = ServerConfig(
+        host=host,
+        port=port,
+        max_queue=max_queue,
+        max_batch_queue=max_batch_queue,
+        drain_s=drain,
+        slow_reader_s=slow_reader,
+    )
     from fishjax.speech import load
 
     speech = load(model, num_slots=slots, max_len=max_len, precision=precision, progress=logger.info, warm=False)

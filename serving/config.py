@@ -13,7 +13,8 @@ class ServerConfig:
 
     host: str = "127.0.0.1"  # this machine only; 0.0.0.0 opens the server, without encryption, to the network
     port: int = 50051  # 0: a free one
-    max_queue: int = 64  # requests that may wait for a slot
+    max_queue: int = 64  # REALTIME requests that may wait for a slot, and as many STANDARD ones
+    max_batch_queue: int = 256  # BATCH requests that may wait; those that gave their slot up come on top
     max_starts_per_step: int = 4  # prompts read between two frames: more would make running streams wait
     slow_reader_s: float = 10.0  # seconds that a reader may fall behind sound that waits for it
     max_unread_s: float = 60.0  # seconds of sound that may wait for a reader before its slot pauses
@@ -29,6 +30,7 @@ class ServerConfig:
             raise InvalidRequest(f"port must lie in 0..65535, not {self.port}")
         for name, low in (
             ("max_queue", 0),
+            ("max_batch_queue", 0),
             ("max_starts_per_step", 1),
             ("max_text_bytes", 1),
             ("max_references", 0),

@@ -1,6 +1,6 @@
 """The one thread that drives the engine: plan, dispatch a step, hand out the step before.
 
-    plan -> free, prefill, insert -> step (dispatched) -> read the step before -> frames to their requests -> plan ...
+    plan -> save, free, prefill, insert -> step (dispatched) -> read the step before -> frames to their requests ...
 
 A step's results are read after the next one is dispatched, so that the device never waits for Python; what the next
 one then made of a request that was over is dropped as stale. A fault of the device ends the loop: everybody is told,
@@ -23,7 +23,7 @@ from fishjax.errors import DeadlineExceeded, Draining, EngineFailed, FishjaxErro
 
 from .contract import Engine, PendingStep, Utterance
 from .request import Event, Failed, Finished, Frame, Started
-from .scheduler import Outcome, Placement, Plan, Scheduler
+from .scheduler import Outcome, Placement, Plan, Priority, Scheduler
 
 logger = logging.getLogger(__name__)
 MailboxT = TypeVar("MailboxT")
@@ -49,6 +49,8 @@ class _Request(Generic[MailboxT]):
     utterance: Utterance
     mailbox: MailboxT
     frames_taken: int = 0
+    saved: Any = None  # what its slot held, while it waits for another
+    num_saves: int = 0
 
 
 class SynthesisLoop(Generic[MailboxT]):
@@ -83,14 +85,16 @@ class SynthesisLoop(Generic[MailboxT]):
         """Start the thread: warm up, then serve."""
         self._thread.start()
 
-    def reserve(self, request_id: str, deadline_s: float | None = None) -> None:
-        """Take a place in the queue for a request that is still being prepared.
+    def reserve(
+        self, request_id: str, priority: Priority = Priority.STANDARD, *, deadline_s: float | None = None
+    ) -> None:
+        """Take a place in the queue of a class for a request that is still being prepared.
 
         Raises QueueFull, Draining, or NotReady before the end of the warm-up and after a failure.
         """
         with self._changed:
             self._refuse_unless_serving()
-            self._scheduler.add(request_id, deadline_s=deadline_s, ready=False)
+            self._scheduler.add(request_id, priority, deadline_s=deadline_s, ready=False)
 
     def submit(self, request_id: str, utterance: Utterance, mailbox: MailboxT) -> None:
         """Let a reserved request have a slot; its events go to `mailbox`. Raises NotReady, DeadlineExceeded."""
@@ -219,10 +223,14 @@ class SynthesisLoop(Generic[MailboxT]):
     def _dispatch(self, plan: Plan) -> PendingStep | None:
         for request_id in plan.expired:
             self._end(request_id, DeadlineExceeded("the deadline passed before the speech was done"))
+        for placement in plan.save:
+            self._save(placement)
         for slot in plan.free:
             self._engine.free(slot)
         for placement in plan.start:
             self._enter(placement)
+        for placement in plan.restore:
+            self._restore(placement)
         for placement in plan.resume:
             self._enter(placement, resume=True)
         started = [(request.mailbox, Started(plan.now_s)) for p in plan.start if (request := self._find(p))]
@@ -230,6 +238,17 @@ class SynthesisLoop(Generic[MailboxT]):
             self._deliver(started)
         run = [placement.slot for placement in plan.run if self._find(placement)]
         return self._engine.step(run) if run else None
+
+    def _save(self, placement: Placement) -> None:
+        """Take everything that the request needs to go on elsewhere to the same codes."""
+        if (request := self._find(placement)) is not None:
+            request.saved = self._engine.extract(placement.slot)
+            request.num_saves += 1
+
+    def _restore(self, placement: Placement) -> None:
+        if (request := self._find(placement)) is not None:
+            self._engine.insert(request.saved, placement.slot)
+            request.saved = None
 
     def _enter(self, placement: Placement, *, resume: bool = False) -> None:
         """Read a request's next prompt into its slot; with `resume` it follows what the slot holds already.
@@ -279,16 +298,15 @@ class SynthesisLoop(Generic[MailboxT]):
             if accepted.keep:
                 # A copy: a row would keep the whole step alive while it waits for its reader.
                 deliveries.append((request.mailbox, Frame(index, result.audio_Bs[slot].copy())))
-            if accepted.finish_reason is not None:
+            over = accepted.finish_reason is not None
+            if over:
                 reason = str(getattr(accepted.finish_reason, "value", accepted.finish_reason))
-                deliveries.append((request.mailbox, Finished(reason, utterance.num_frames)))
-                outcomes[placement.request_id] = Outcome.FINISHED
-            elif accepted.segment_done:
-                outcomes[placement.request_id] = Outcome.NEXT_SEGMENT
+                deliveries.append((request.mailbox, Finished(reason, utterance.num_frames, request.num_saves)))
+            outcomes[placement.request_id] = Outcome(accepted.keep, accepted.segment_done, over)
         with self._changed:
             self._scheduler.apply(plan, outcomes, self._clock())
             for request_id, outcome in outcomes.items():
-                if outcome is Outcome.FINISHED:
+                if outcome.request_over:
                     self._requests.pop(request_id, None)
         if deliveries:
             self._deliver(deliveries)

@@ -13,6 +13,8 @@ from fishjax.audio.encode import AudioFormat
 from fishjax.engine.sampling_params import SamplingParams
 from fishjax.errors import FishjaxError
 
+from .scheduler import Priority
+
 
 @dataclass(frozen=True, slots=True)
 class Clip:
@@ -31,6 +33,7 @@ class SpeechRequest:
     clips: tuple[Clip, ...]
     sampling: SamplingParams
     audio_format: AudioFormat
+    priority: Priority
     arrived_s: float
     deadline_s: float | None
 
@@ -52,10 +55,11 @@ class Frame:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """The end: why (the value of a `FinishReason`), after how many frames."""
+    """The end: why (the value of a `FinishReason`), after how many frames and how many times out of its slot."""
 
     reason: str
     num_frames: int
+    num_saves: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,26 +1,56 @@
 """Which request sits in which slot. Plain Python: no JAX, no clock, no asyncio, no locks; whoever calls brings `now`.
 
+    add -> queue of its class -> slot: prompt, frames, prompt, frames ... -> gone
+                  ^                |
+                  +-- save (BATCH) +
+
 Two calls make the rhythm: `plan(now)` says what the next step does, `apply(plan, outcomes)` takes in what came of it.
-A plan may be applied after the next one was made (results are read one step late), so each entry names a *turn*: the
-number of times its slot has been given a new prompt. An entry of an older turn is stale, and counts for nothing.
+A plan may be applied after the next one was made (results are read one step late), so each entry names a *turn*: a
+number that a request gets with each prompt that is read for it. An entry of an older turn is stale, and counts for
+nothing. A request that moves to another slot keeps its turn: its frames are its own, wherever they were made.
+
+The policy, whole:
+
+1. A free slot goes to REALTIME, else STANDARD, else BATCH, each in order of arrival; but while STANDARD waits, at most
+   three REALTIME requests go before it.
+2. REALTIME and STANDARD that find no free slot take one from BATCH, in the very next step: from the request with the
+   most sound ahead of its listener. It is saved whole, waits at the head of its queue, and goes on to the same codes.
+   No more BATCH requests are begun and not over than there are slots, which limits what is saved.
+3. Each class has a queue with an end; whoever comes to a full one is told when to come back.
+4. A passed deadline ends a request, waiting or speaking.
+5. Reading prompts makes running streams wait. While a listener has little sound ahead (*thin*), one prompt is read a
+   step instead of several, and none for BATCH; the next segments of running requests go by who runs dry first. Every
+   listener is assumed to play, without a pause, from the first sound on.
 """
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
-from enum import Enum
+from enum import IntEnum
+from itertools import count
 
 from fishjax.errors import QueueFull
 
 _FIRST_GUESS_S = 2.0  # of how long a request holds a slot, until one has finished
 _SMOOTHING = 0.2
+_MAX_OVERTAKES = 3  # REALTIME requests that go before a waiting STANDARD one
+_THIN_S = 0.15  # about three frames, or the reading of a long prompt
+
+
+class Priority(IntEnum):
+    """How urgent a request is; less is more."""
+
+    REALTIME = 1
+    STANDARD = 2
+    BATCH = 3
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """A request in a slot, in the slot's `turn`."""
+    """A request in a slot, in its `turn`."""
 
     request_id: str
     slot: int
@@ -33,162 +63,253 @@ class Plan:
 
     now_s: float
     expired: tuple[str, ...] = ()  # requests whose deadline passed; they are gone from the scheduler
+    save: tuple[Placement, ...] = ()  # take what the slot holds: the request will go on from it later
     free: tuple[int, ...] = ()  # slots to empty
     start: tuple[Placement, ...] = ()  # read the first prompt, put it into the slot
+    restore: tuple[Placement, ...] = ()  # put what was saved into the slot
     resume: tuple[Placement, ...] = ()  # read the next segment's prompt after what the slot holds
-    run: tuple[Placement, ...] = ()  # make a frame; includes those that start and resume
+    run: tuple[Placement, ...] = ()  # make a frame; includes those that start, and those that resume
 
     def __bool__(self) -> bool:
-        return bool(self.expired or self.free or self.start or self.resume or self.run)
+        return bool(self.expired or self.save or self.free or self.start or self.restore or self.resume or self.run)
 
 
-class Outcome(Enum):
-    """What a frame meant for its request; no outcome: it goes on."""
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a frame was for its request: sound or not, and the last of its segment or of the request or neither."""
 
-    NEXT_SEGMENT = "next segment"
-    FINISHED = "finished"
+    sound: bool = True
+    segment_over: bool = False
+    request_over: bool = False
 
 
 @dataclass(slots=True)
-class _Waiting:
+class _Request:
+    priority: Priority
     deadline_s: float | None
     ready: bool
-
-
-@dataclass(slots=True)
-class _Seated:
-    request_id: str
-    deadline_s: float | None
-    started_s: float
-    turn: int
-    needs_prompt: bool = False
+    slot: int | None = None  # None: it waits
+    turn: int = 0
+    started_s: float | None = None  # when it first got a slot
+    needs_prompt: bool = True
+    was_saved: bool = False
+    dry_s: float = math.inf  # when a listener runs out of the sound made so far; inf: has not begun to listen
 
 
 class Scheduler:
-    """Slots in order of arrival; at most `max_queue` requests wait beyond those that a free slot can take."""
+    """`num_slots` slots and a queue a class.
 
-    def __init__(self, num_slots: int, max_queue: int, max_starts_per_step: int = 4):
-        self._max_queue = max_queue
-        self._max_starts = max_starts_per_step
-        self._waiting: OrderedDict[str, _Waiting] = OrderedDict()
-        self._seats: list[_Seated | None] = [None] * num_slots
-        self._turns = [0] * num_slots
+    `max_queue` (of REALTIME and of STANDARD) and `max_batch_queue` requests may wait beyond those that a slot can be
+    had for. `frame_s`: seconds of sound in a frame. At most `max_starts_per_step` prompts are read between two frames.
+    """
+
+    def __init__(
+        self, num_slots: int, max_queue: int, *, frame_s: float, max_batch_queue: int = 0, max_starts_per_step: int = 4
+    ):
+        self._max_queue = {
+            Priority.REALTIME: max_queue,
+            Priority.STANDARD: max_queue,
+            Priority.BATCH: max_batch_queue,
+        }
+        self._frame_s = frame_s
+        self._max_prompts = max_starts_per_step
+        self._requests: dict[str, _Request] = {}
+        self._queues: dict[Priority, OrderedDict[str, None]] = {priority: OrderedDict() for priority in Priority}
+        self._slots: list[str | None] = [None] * num_slots
         self._left: set[int] = set()  # slots whose request is gone, to be emptied by the next plan
+        self._turns = count(1)
+        self._overtakes = 0
         self._hold_s = _FIRST_GUESS_S
 
     @property
     def num_waiting(self) -> int:
-        """Requests without a slot, those being prepared included."""
-        return len(self._waiting)
+        """Requests without a slot, those being prepared and those saved included."""
+        return sum(map(len, self._queues.values()))
 
     @property
     def num_running(self) -> int:
         """Slots with a request."""
-        return sum(seat is not None for seat in self._seats)
+        return len(self.running_ids)
 
     @property
     def request_ids(self) -> tuple[str, ...]:
-        """Everybody here: those with a slot, then those who wait."""
-        return (*self.running_ids, *self._waiting)
+        """Everybody here."""
+        return tuple(self._requests)
 
     @property
     def running_ids(self) -> tuple[str, ...]:
         """Requests with a slot."""
-        return tuple(seat.request_id for seat in self._seats if seat)
+        return tuple(request_id for request_id in self._slots if request_id is not None)
 
-    def add(self, request_id: str, *, deadline_s: float | None = None, ready: bool = True) -> None:
+    def add(
+        self,
+        request_id: str,
+        priority: Priority = Priority.STANDARD,
+        *,
+        deadline_s: float | None = None,
+        ready: bool = True,
+    ) -> None:
         """Take a place in the queue. With `ready` false it keeps its place, and gets no slot before `make_ready`.
 
         Raises QueueFull, with a guess of when a place will be free.
         """
-        assert request_id not in self.request_ids, f"{request_id} is here already"
-        free_slots = len(self._seats) - self.num_running
-        if len(self._waiting) >= self._max_queue + free_slots:
-            retry_s = self._hold_s / len(self._seats)
+        assert request_id not in self._requests, f"{request_id} is here already"
+        takeable = sum(holder is None or self._gives_way(holder, priority) for holder in self._slots)
+        ahead = sum(len(queue) for other, queue in self._queues.items() if other < priority)
+        waiting = len(self._queues[priority])
+        if waiting >= self._max_queue[priority] + max(0, takeable - ahead):
+            retry_s = self._hold_s / len(self._slots)
             raise QueueFull(
-                f"all {len(self._seats)} slots speak and {len(self._waiting)} requests wait already: "
-                f"try again in {retry_s:.1f} s",
+                f"no slot is free and {waiting} {priority.name} requests wait already: try again in {retry_s:.1f} s",
                 retry_after_s=retry_s,
             )
-        self._waiting[request_id] = _Waiting(deadline_s, ready)
+        self._requests[request_id] = _Request(priority, deadline_s, ready)
+        self._queues[priority][request_id] = None
 
     def make_ready(self, request_id: str) -> bool:
         """Let a waiting request have a slot; False when it is gone."""
-        if (waiting := self._waiting.get(request_id)) is None:
+        if (request := self._requests.get(request_id)) is None or request.slot is not None:
             return False
-        waiting.ready = True
+        request.ready = True
         return True
 
     def cancel(self, request_id: str) -> bool:
         """Forget a request, wherever it is; its slot is free in the next plan. False when it is not here."""
-        if self._waiting.pop(request_id, None) is not None:
-            return True
-        for slot, seat in enumerate(self._seats):
-            if seat and seat.request_id == request_id:
-                self._leave(slot)
-                return True
-        return False
+        if (request := self._requests.pop(request_id, None)) is None:
+            return False
+        if request.slot is None:
+            del self._queues[request.priority][request_id]
+        else:
+            self._slots[request.slot] = None
+            self._left.add(request.slot)
+        return True
 
     def plan(self, now_s: float, held: Collection[str] = ()) -> Plan:
-        """The next step. Requests in `held` keep their slot and make no frame."""
-        expired = self._expire(now_s)
+        """The next step. Requests in `held` keep their slot and make no frame; saved ones among them keep waiting."""
+        expired = tuple(name for name, request in self._requests.items() if _passed(request.deadline_s, now_s))
+        for request_id in expired:
+            self.cancel(request_id)
         free, self._left = tuple(sorted(self._left)), set()
-        start = self._seat_waiting(now_s)
-        resume, run = [], []
-        for slot, seat in enumerate(self._seats):
-            if seat is None:
-                continue
-            placement = Placement(seat.request_id, slot, seat.turn)
-            if seat.needs_prompt:
-                seat.needs_prompt = False
-                resume.append(placement)
-            if seat.request_id not in held:
-                run.append(placement)
-        return Plan(now_s, expired, free, start, tuple(resume), tuple(run))
+        thin = any(self._is_thin(name, now_s) for name in self.running_ids if name not in held)
+        budget = 1 if thin else self._max_prompts
+        resuming = self._next_to_resume(budget, batch=not thin)
+        save, start, restore = self._give_slots(now_s, max(1, budget - len(resuming)), held, batch=not thin)
+        resume = [name for name in resuming if self._requests[name].slot is not None]  # some may just be saved
+        for request_id in (*start, *resume):
+            self._requests[request_id].needs_prompt = False
+        run = [n for n in self.running_ids if n not in held and not self._requests[n].needs_prompt]
+        placed = self._place
+        return Plan(now_s, expired, save, free, placed(start), placed(restore), placed(resume), placed(run))
 
     def is_current(self, placement: Placement) -> bool:
-        """Whether the request still sits there and has had no new prompt since."""
-        seat = self._seats[placement.slot]
-        return seat is not None and (seat.request_id, seat.turn) == (placement.request_id, placement.turn)
+        """Whether the request is still here and has had no new prompt since."""
+        request = self._requests.get(placement.request_id)
+        return request is not None and request.turn == placement.turn
 
     def apply(self, plan: Plan, outcomes: Mapping[str, Outcome], now_s: float) -> None:
         """Take in a step's outcomes, by request id. Stale entries of the plan are passed over."""
         for placement in plan.run:
             outcome = outcomes.get(placement.request_id)
-            seat = self._seats[placement.slot]
-            if outcome is None or seat is None or not self.is_current(placement):
+            if outcome is None or not self.is_current(placement):
                 continue
-            if outcome is Outcome.FINISHED:
-                self._hold_s += _SMOOTHING * (now_s - seat.started_s - self._hold_s)
-                self._leave(placement.slot)
+            request = self._requests[placement.request_id]
+            if outcome.sound:
+                begun = math.isfinite(request.dry_s)
+                request.dry_s = (max(request.dry_s, now_s) if begun else now_s) + self._frame_s
+            if outcome.request_over:
+                if request.started_s is not None and not request.was_saved:
+                    self._hold_s += _SMOOTHING * (now_s - request.started_s - self._hold_s)
+                self.cancel(placement.request_id)
+            elif outcome.segment_over:
+                request.turn = next(self._turns)
+                request.needs_prompt = True
+
+    def _is_thin(self, request_id: str, now_s: float) -> bool:
+        """Whether a real listener has little sound ahead."""
+        request = self._requests[request_id]
+        return request.priority is not Priority.BATCH and request.dry_s - now_s < _THIN_S
+
+    def _next_to_resume(self, limit: int, *, batch: bool) -> list[str]:
+        """Running requests whose next segment's prompt is read now: those who run dry first, BATCH last."""
+        requests = self._requests
+        names = [name for name in self.running_ids if requests[name].needs_prompt]
+        names = [name for name in names if batch or requests[name].priority is not Priority.BATCH]
+        names.sort(key=lambda name: (requests[name].priority is Priority.BATCH, requests[name].dry_s))
+        return names[:limit]
+
+    def _give_slots(
+        self, now_s: float, limit: int, held: Collection[str], *, batch: bool
+    ) -> tuple[tuple[Placement, ...], list[str], list[str]]:
+        """Seat up to `limit` requests: what is saved for them, who starts, who is restored."""
+        save: list[Placement] = []
+        start: list[str] = []
+        restore: list[str] = []
+        while len(start) + len(restore) < limit and (name := self._next_in_line(held, batch=batch)) is not None:
+            request = self._requests[name]
+            slot = next((slot for slot, holder in enumerate(self._slots) if holder is None), None)
+            if slot is None:
+                if (victim := self._next_to_save(request.priority)) is None:
+                    break
+                save.extend(self._place([victim]))
+                slot = self._save(victim)
+            del self._queues[request.priority][name]
+            self._slots[slot], request.slot = name, slot
+            self._count_overtaking(request.priority)
+            if request.started_s is None:
+                request.started_s, request.turn = now_s, next(self._turns)
+                start.append(name)
             else:
-                seat.turn = self._next_turn(placement.slot)
-                seat.needs_prompt = True
+                restore.append(name)
+        return tuple(save), start, restore
 
-    def _expire(self, now_s: float) -> tuple[str, ...]:
-        def passed(entry: _Waiting | _Seated) -> bool:
-            return entry.deadline_s is not None and entry.deadline_s <= now_s
+    def _next_in_line(self, held: Collection[str], *, batch: bool) -> str | None:
+        def ready(priority: Priority) -> Iterator[str]:
+            return (name for name in self._queues[priority] if self._requests[name].ready and name not in held)
 
-        late = [request_id for request_id, waiting in self._waiting.items() if passed(waiting)]
-        late += [seat.request_id for seat in self._seats if seat and passed(seat)]
-        for request_id in late:
-            self.cancel(request_id)
-        return tuple(late)
+        realtime, standard = next(ready(Priority.REALTIME), None), next(ready(Priority.STANDARD), None)
+        if standard is not None and (realtime is None or self._overtakes >= _MAX_OVERTAKES):
+            return standard
+        if realtime is not None:
+            return realtime
+        if not batch:
+            return None
+        begun = sum(r.priority is Priority.BATCH and r.started_s is not None for r in self._requests.values())
+        may_begin = begun < len(self._slots)  # else a reader that holds a saved one up would let these pile up
+        names = (name for name in ready(Priority.BATCH) if may_begin or self._requests[name].started_s is not None)
+        return next(names, None)
 
-    def _seat_waiting(self, now_s: float) -> tuple[Placement, ...]:
-        free_slots = [slot for slot, seat in enumerate(self._seats) if seat is None]
-        ready = [request_id for request_id, waiting in self._waiting.items() if waiting.ready]
-        start = []
-        for request_id, slot in list(zip(ready, free_slots, strict=False))[: self._max_starts]:
-            turn = self._next_turn(slot)
-            self._seats[slot] = _Seated(request_id, self._waiting.pop(request_id).deadline_s, now_s, turn)
-            start.append(Placement(request_id, slot, turn))
-        return tuple(start)
+    def _count_overtaking(self, seated: Priority) -> None:
+        if seated is Priority.STANDARD or not self._queues[Priority.STANDARD]:
+            self._overtakes = 0
+        elif seated is Priority.REALTIME:
+            self._overtakes += 1
 
-    def _next_turn(self, slot: int) -> int:
-        self._turns[slot] += 1
-        return self._turns[slot]
+    def _next_to_save(self, priority: Priority) -> str | None:
+        """Who in a slot gives way to `priority`: the request whose listener, if it has one, can wait longest."""
+        names = [name for name in self.running_ids if self._gives_way(name, priority)]
+        return max(names, key=lambda name: self._requests[name].dry_s, default=None)
 
-    def _leave(self, slot: int) -> None:
-        self._seats[slot] = None
-        self._left.add(slot)
+    def _gives_way(self, request_id: str, priority: Priority) -> bool:
+        return self._requests[request_id].priority is Priority.BATCH and priority is not Priority.BATCH
+
+    def _save(self, request_id: str) -> int:
+        request = self._requests[request_id]
+        slot, request.slot = request.slot, None
+        assert slot is not None
+        request.was_saved = True
+        queue = self._queues[request.priority]
+        queue[request_id] = None
+        queue.move_to_end(request_id, last=False)
+        return slot
+
+    def _place(self, request_ids: Collection[str]) -> tuple[Placement, ...]:
+        placements = []
+        for request_id in request_ids:
+            request = self._requests[request_id]
+            assert request.slot is not None
+            placements.append(Placement(request_id, request.slot, request.turn))
+        return tuple(placements)
+
+
+def _passed(deadline_s: float | None, now_s: float) -> bool:
+    return deadline_s is not None and deadline_s <= now_s

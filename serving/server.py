@@ -51,13 +51,20 @@ class Server:
     async def start(self) -> None:
         """Listen, and begin to warm up. Raises InvalidRequest when the address cannot be had."""
         engine, config = self._speech.engine, self.config
+        frame_s = engine.samples_per_frame / engine.sample_rate_hz
         aio = asyncio.get_running_loop()
         self._loop = SynthesisLoop(
             engine,
-            Scheduler(engine.num_slots, config.max_queue, config.max_starts_per_step),
+            Scheduler(
+                engine.num_slots,
+                config.max_queue,
+                frame_s=frame_s,
+                max_batch_queue=config.max_batch_queue,
+                max_starts_per_step=config.max_starts_per_step,
+            ),
             deliver=lambda mail: _post(aio, deliver, mail),
             on_state=lambda state: _post(aio, self._on_state, state),
-            max_unread_frames=max(1, round(config.max_unread_s * engine.sample_rate_hz / engine.samples_per_frame)),
+            max_unread_frames=max(1, round(config.max_unread_s / frame_s)),
             clock=self._clock,
         )
         self._grpc = grpc.aio.server(
@@ -69,7 +76,7 @@ class Server:
                 ("grpc.keepalive_timeout_ms", 10_000),
                 ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
             ],
-            maximum_concurrent_rpcs=engine.num_slots + config.max_queue + _OTHER_CALLS,
+            maximum_concurrent_rpcs=engine.num_slots + 2 * config.max_queue + config.max_batch_queue + _OTHER_CALLS,
         )
         servicer = TtsServicer(self._speech, self._loop, self._executor, config, self._clock)
         tts_pb2_grpc.add_TtsServicer_to_server(servicer, self._grpc)

@@ -42,6 +42,7 @@ from .config import ServerConfig
 from .contract import Speech
 from .loop import SynthesisLoop
 from .request import Clip, Finished, SpeechRequest
+from .scheduler import Priority
 from .session import Mailbox, ReaderPace, Session
 
 logger = logging.getLogger(__name__)
@@ -68,6 +69,12 @@ FORMATS = {
     tts_pb2.AUDIO_FORMAT_UNSPECIFIED: AudioFormat.PCM_S16LE,
     tts_pb2.PCM_S16LE: AudioFormat.PCM_S16LE,
     tts_pb2.WAV: AudioFormat.WAV,
+}
+_PRIORITIES = {
+    tts_pb2.PRIORITY_UNSPECIFIED: Priority.STANDARD,
+    tts_pb2.REALTIME: Priority.REALTIME,
+    tts_pb2.STANDARD: Priority.STANDARD,
+    tts_pb2.BATCH: Priority.BATCH,
 }
 _FORMAT_TO_PROTO = {AudioFormat.PCM_S16LE: tts_pb2.PCM_S16LE, AudioFormat.WAV: tts_pb2.WAV}
 _NUM_CHANNELS = 1
@@ -148,6 +155,7 @@ class TtsServicer(tts_pb2_grpc.TtsServicer):
             queue_ms=1000 * (started_s - arrived_s),
             first_audio_ms=None if first_audio_s is None else 1000 * (first_audio_s - arrived_s),
             total_ms=1000 * (self._clock() - arrived_s),
+            num_preemptions=finished.num_saves,
         )
         await pace.write(context.write(tts_pb2.SynthesizeResponse(summary=summary)), 0.0)
         logger.info(
@@ -200,6 +208,7 @@ class TtsServicer(tts_pb2_grpc.TtsServicer):
             max_text_bytes=config.max_text_bytes,
             max_references=config.max_references,
             max_message_bytes=config.max_message_bytes,
+            max_batch_queue=config.max_batch_queue,
         )
 
     async def SynthesizeLive(self, request_iterator: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
@@ -239,7 +248,7 @@ def parse(
     if message.format not in FORMATS:
         names = " or ".join(audio_format.name for audio_format in AudioFormat)
         raise InvalidRequest(f"format {message.format} cannot be streamed: ask for {names}")
-    if message.priority not in tts_pb2.Priority.values():
+    if message.priority not in _PRIORITIES:
         raise InvalidRequest(f"priority {message.priority} is unknown: ask for REALTIME, STANDARD or BATCH")
     if len(message.references) > config.max_references:
         raise InvalidRequest(
@@ -256,6 +265,7 @@ def parse(
         clips=tuple(Clip(reference.audio, reference.transcript) for reference in message.references),
         sampling=_sampling(message.sampling, speech),
         audio_format=FORMATS[message.format],
+        priority=_PRIORITIES[message.priority],
         arrived_s=arrived_s,
         deadline_s=None if remaining_s is None else arrived_s + remaining_s,
     )

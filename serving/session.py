@@ -93,7 +93,7 @@ class Session:
 
     async def __aenter__(self) -> Session:
         request = self._request
-        self._loop.reserve(request.request_id, request.deadline_s)
+        self._loop.reserve(request.request_id, request.priority, deadline_s=request.deadline_s)
         try:
             references = [await self._reference(number, clip) for number, clip in enumerate(request.clips, start=1)]
             utterance = await self._in_pool(self._speech.utterance, request.text, references, request.sampling)

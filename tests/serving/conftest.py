@@ -1,4 +1,4 @@
-"""A real gRPC server on a free loopback port, with a model of numbers behind it."""
+"""A real gRPC server on a free loopback port, with a model of numbers or the voice that ships behind it."""
 
 from contextlib import asynccontextmanager
 
@@ -6,6 +6,7 @@ import grpc
 import pytest
 
 from fishjax.rpc.v1 import tts_pb2_grpc
+from fishjax.speech import load
 from serving._testing import FakeEngine, FakeSpeech
 from serving.config import ServerConfig
 from serving.server import build
@@ -20,23 +21,36 @@ class Running:
         self.tts = tts_pb2_grpc.TtsStub(channel)
 
 
-@pytest.fixture
-def serve():
-    """`async with serve(engine, max_queue=...) as running`: started, warm unless told otherwise, and stopped after."""
-
-    @asynccontextmanager
-    async def serve(engine=None, *, wait_ready=True, channel_options=(), **config):
-        speech = FakeSpeech(engine or FakeEngine())
-        server = build(speech, ServerConfig(port=0, drain_s=0.0, **config))
-        await server.start()
-        try:
-            if wait_ready:
-                await server.ready()
-            async with grpc.aio.insecure_channel(server.address, options=list(channel_options)) as channel:
-                yield Running(server, speech, channel)
-        finally:
+@asynccontextmanager
+async def serving(speech, *, wait_ready=True, channel_options=(), **config):
+    """Started, warm unless told otherwise, and stopped after."""
+    server = build(speech, ServerConfig(port=0, drain_s=0.0, **config))
+    await server.start()
+    try:
+        if wait_ready:
+            await server.ready()
+        async with grpc.aio.insecure_channel(server.address, options=list(channel_options)) as channel:
+            yield Running(server, speech, channel)
+    finally:
+        if isinstance(speech, FakeSpeech):
             speech.engine.gate.open()
             speech.engine.warmup_gate.open()
-            await server.stop()
+        await server.stop()
 
-    return serve
+
+@pytest.fixture
+def serve():
+    """`async with serve(engine, max_queue=...) as running`: a model of numbers."""
+    return lambda engine=None, **config: serving(FakeSpeech(engine or FakeEngine()), **config)
+
+
+@pytest.fixture(scope="session")
+def minnow():
+    """The voice that ships, with two slots, compiled once."""
+    return load(num_slots=2, max_len=256)
+
+
+@pytest.fixture
+def serve_minnow(minnow):
+    """`async with serve_minnow(max_queue=...) as running`: real speech."""
+    return lambda **config: serving(minnow, **config)

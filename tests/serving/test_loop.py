@@ -11,7 +11,7 @@ from fishjax.errors import DeadlineExceeded, Draining, EngineFailed, NotReady, P
 from serving._testing import FakeEngine, FakeSpeech, frame_level
 from serving.loop import LoopState, SynthesisLoop
 from serving.request import Failed, Finished, Frame, Started
-from serving.scheduler import Scheduler
+from serving.scheduler import Priority, Scheduler
 
 PATIENCE_S = 10.0
 
@@ -26,7 +26,7 @@ class Harness:
         self.now_s = 0.0
         self.loop = SynthesisLoop(
             self.engine,
-            Scheduler(self.engine.num_slots, max_queue),
+            Scheduler(self.engine.num_slots, max_queue, max_batch_queue=max_queue, frame_s=0.0464),
             deliver=lambda mail: [mailbox.put(event) for mailbox, event in mail],
             on_state=self.states.put,
             max_unread_frames=max_unread_frames,
@@ -38,8 +38,8 @@ class Harness:
         assert self.states.get(timeout=PATIENCE_S) is LoopState.SERVING
         return self
 
-    def ask(self, name, text, seed=0, deadline_s=None, max_frames=None, references=()):
-        self.loop.reserve(name, deadline_s)
+    def ask(self, name, text, seed=0, deadline_s=None, max_frames=None, references=(), priority=Priority.STANDARD):
+        self.loop.reserve(name, priority, deadline_s=deadline_s)
         mailbox = queue.Queue()
         utterance = self.speech.utterance(text, references, SamplingParams(seed=seed, max_frames=max_frames))
         self.loop.submit(name, utterance, mailbox)
@@ -74,9 +74,9 @@ def listen(mailbox):
     return events
 
 
-def check_speech(events, seed, num_frames, reason="stop"):
+def check_speech(events, seed, num_frames, reason="stop", num_saves=0):
     assert isinstance(events[0], Started)
-    assert events[-1] == Finished(reason, num_frames)
+    assert events[-1] == Finished(reason, num_frames, num_saves)
     frames = events[1:-1]
     assert [frame.index for frame in frames] == list(range(num_frames))
     for frame in frames:
@@ -139,6 +139,56 @@ def test_a_limit_keeps_its_last_frame(make):
 def test_ending_before_the_first_frame_is_no_sound(make):
     harness = make().start()
     assert listen(harness.ask("a", "."))[1:] == [Finished("empty", 0)]
+
+
+@pytest.mark.parametrize("steps_first", [1, 2, 4])
+def test_batch_gives_way_within_a_step_and_loses_no_frame(make, steps_first):
+    """Wherever it is stopped: in its first frame, in the middle, or with the end of a segment on its way."""
+    harness = make(FakeEngine(num_slots=1)).start()
+    harness.engine.gate.close()
+    batch = harness.ask("batch", "a b. c d e.", seed=1, priority=Priority.BATCH)
+    assert isinstance(batch.get(timeout=PATIENCE_S), Started)
+    for _ in range(steps_first):
+        harness.engine.gate.allow(1)
+    while len(harness.engine.runs) < steps_first:
+        pass
+    urgent = harness.ask("urgent", "x y", seed=2)
+    # One more step may have been planned before it came; the one after that is its own.
+    harness.engine.gate.open()
+    check_speech(listen(urgent), 2, 2)
+    check_speech([Started(0.0), *listen(batch)], 1, 5, num_saves=1)
+    trace = harness.engine.trace
+    _, urgents_prompt = (place for place, entry in enumerate(trace) if entry[:2] == ("prefill", 0))
+    assert sum(entry[0] == "step" for entry in trace[:urgents_prompt]) <= steps_first + 1
+
+
+def test_batch_among_real_traffic_is_spoken_whole(make):
+    harness = make(FakeEngine(num_slots=2)).start()
+    batch = [harness.ask(f"b{i}", "w w w. " * 5, seed=i, priority=Priority.BATCH) for i in range(4)]
+    real = [harness.ask(f"s{i}", "w " * (1 + i % 4), seed=100 + i) for i in range(30)]
+    for i, mailbox in enumerate(real):
+        check_speech(listen(mailbox), 100 + i, 1 + i % 4)
+    for i, mailbox in enumerate(batch):
+        events = listen(mailbox)
+        check_speech(events, i, 15, num_saves=events[-1].num_saves)
+    assert harness.loop.load() == (0, 0)
+    assert harness.loop._requests == {}
+
+
+def test_cancelling_what_is_saved_forgets_it(make):
+    harness = make(FakeEngine(num_slots=1)).start()
+    harness.engine.gate.close()
+    batch = harness.ask("batch", "w " * 50, priority=Priority.BATCH)
+    assert isinstance(batch.get(timeout=PATIENCE_S), Started)
+    urgent = harness.ask("urgent", "w " * 5, seed=3)
+    harness.engine.gate.allow(3)
+    while ("extract", 0) not in harness.engine.trace:
+        pass
+    harness.loop.cancel("batch")
+    harness.engine.gate.open()
+    check_speech(listen(urgent), 3, 5)
+    assert harness.loop._requests == {}
+    assert harness.loop.load() == (0, 0)
 
 
 @pytest.mark.parametrize("frames_first", [0, 1, 3])

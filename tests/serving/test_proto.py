@@ -52,6 +52,7 @@ def test_names_that_stay_put():
     assert fields["Audio"] == ["data", "first_frame", "num_frames"]
     assert fields["Summary"] == [
         *("finish_reason", "num_frames", "audio_seconds", "queue_ms", "first_audio_ms", "total_ms"),
+        "num_preemptions",
     ]
     assert all(field.has_presence for field in tts_pb2.Sampling.DESCRIPTOR.fields)
     assert (tts_pb2.PCM_S16LE, tts_pb2.WAV) == (1, 2)

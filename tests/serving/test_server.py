@@ -242,6 +242,55 @@ async def test_full_queue_is_refused_at_once_with_a_retry_hint(serve):
         await speak(running, request())
 
 
+async def test_each_class_is_refused_by_its_own_queue(serve):
+    async with serve(FakeEngine(num_slots=1), max_queue=1, max_batch_queue=1) as running:
+        running.engine.gate.close()
+        calls = []
+        for priority in (tts_pb2.PRIORITY_UNSPECIFIED, tts_pb2.BATCH, tts_pb2.REALTIME, tts_pb2.STANDARD):
+            calls.append(running.tts.Synthesize(request("w " * 9, priority=priority), timeout=PATIENCE_S))
+            assert (await calls[-1].read()).HasField("header")
+            await until(lambda: running.server._loop.load()[0] == 1)
+        for priority in (tts_pb2.BATCH, tts_pb2.REALTIME, tts_pb2.STANDARD):
+            error = await refused(running, request(priority=priority))
+            assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+            assert tts_pb2.Priority.Name(priority) in error.details()
+            assert "grpc-retry-pushback-ms" in dict(error.trailing_metadata())
+        running.engine.gate.open()
+        for call in calls:
+            assert (await rest(call))[-1].summary.num_frames == 9
+
+
+async def test_batch_is_preempted_and_says_so(serve):
+    async with serve(FakeEngine(num_slots=1)) as running:
+        running.engine.gate.close()
+        batch = running.tts.Synthesize(request("w " * 9, priority=tts_pb2.BATCH), timeout=PATIENCE_S)
+        assert (await batch.read()).HasField("header")
+        await until(lambda: running.server._loop.load() == (1, 0))
+        urgent = running.tts.Synthesize(request("w w", priority=tts_pb2.REALTIME), timeout=PATIENCE_S)
+        assert (await urgent.read()).HasField("header")
+        running.engine.gate.open()
+        assert (await rest(urgent))[-1].summary.num_preemptions == 0
+        answers = await rest(batch)
+        assert answers[-1].summary.num_preemptions == 1
+        data = b"".join(answer.audio.data for answer in answers)
+        np.testing.assert_array_equal(np.frombuffer(data, "<i2"), expected_samples(1, 9))
+
+
+async def test_who_cannot_start_in_time_costs_no_step(serve):
+    async with serve(FakeEngine(num_slots=1)) as running:
+        running.engine.gate.close()
+        ahead = running.tts.Synthesize(request("w " * 9), timeout=PATIENCE_S)
+        assert (await ahead.read()).HasField("header")
+        late = running.tts.Synthesize(request("w " * 500), timeout=0.2)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await rest(late)
+        assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        await until(lambda: running.server._loop.load() == (1, 0))
+        running.engine.gate.open()
+        assert (await rest(ahead))[-1].summary.num_frames == 9
+        assert [entry[0] for entry in running.engine.trace].count("prefill") == 1
+
+
 @pytest.mark.parametrize("when", ["before the first chunk", "in the middle", "at the end", "while waiting"])
 async def test_a_caller_that_goes_away_frees_its_slot_within_two_steps(serve, when):
     async with serve(FakeEngine(num_slots=1)) as running:
@@ -406,7 +455,7 @@ async def test_server_info(serve):
         info = await running.tts.GetServerInfo(tts_pb2.GetServerInfoRequest())
         assert info.version == fishjax.__version__
         assert (info.model, info.sample_rate_hz, info.samples_per_frame, info.num_codebooks) == ("fake", 22050, 4, 3)
-        assert (info.num_slots, info.max_len, info.max_queue) == (1, 64, 5)
+        assert (info.num_slots, info.max_len, info.max_queue, info.max_batch_queue) == (1, 64, 5, 256)
         assert (info.slots_busy, info.queue_length) == (1, 2)
         assert list(info.formats) == [tts_pb2.PCM_S16LE, tts_pb2.WAV]
         assert info.default_sampling.temperature == pytest.approx(0.7)
@@ -503,6 +552,7 @@ async def test_the_client_speaks_to_it(serve, tmp_path):
             with Client(running.server.address) as client:
                 client.wait_ready(PATIENCE_S)
                 assert client.server_info().num_slots == 2
+                assert list(client.synthesize("a", priority=tts_pb2.BATCH))
                 speech = client.synthesize("a b c", seed=3, references=[(tmp_path / "voice.wav", "hello")])
                 assert speech.header.seed == 3
                 samples = np.concatenate([chunk.samples for chunk in speech])

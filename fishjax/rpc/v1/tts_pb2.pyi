@@ -117,20 +117,22 @@ class Audio(_message.Message):
     def __init__(self, data: _Optional[bytes] = ..., first_frame: _Optional[int] = ..., num_frames: _Optional[int] = ...) -> None: ...
 
 class Summary(_message.Message):
-    __slots__ = ("finish_reason", "num_frames", "audio_seconds", "queue_ms", "first_audio_ms", "total_ms")
+    __slots__ = ("finish_reason", "num_frames", "audio_seconds", "queue_ms", "first_audio_ms", "total_ms", "num_preemptions")
     FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
     NUM_FRAMES_FIELD_NUMBER: _ClassVar[int]
     AUDIO_SECONDS_FIELD_NUMBER: _ClassVar[int]
     QUEUE_MS_FIELD_NUMBER: _ClassVar[int]
     FIRST_AUDIO_MS_FIELD_NUMBER: _ClassVar[int]
     TOTAL_MS_FIELD_NUMBER: _ClassVar[int]
+    NUM_PREEMPTIONS_FIELD_NUMBER: _ClassVar[int]
     finish_reason: FinishReason
     num_frames: int
     audio_seconds: float
     queue_ms: float
     first_audio_ms: float
     total_ms: float
-    def __init__(self, finish_reason: _Optional[_Union[FinishReason, str]] = ..., num_frames: _Optional[int] = ..., audio_seconds: _Optional[float] = ..., queue_ms: _Optional[float] = ..., first_audio_ms: _Optional[float] = ..., total_ms: _Optional[float] = ...) -> None: ...
+    num_preemptions: int
+    def __init__(self, finish_reason: _Optional[_Union[FinishReason, str]] = ..., num_frames: _Optional[int] = ..., audio_seconds: _Optional[float] = ..., queue_ms: _Optional[float] = ..., first_audio_ms: _Optional[float] = ..., total_ms: _Optional[float] = ..., num_preemptions: _Optional[int] = ...) -> None: ...
 
 class SynthesizeLiveRequest(_message.Message):
     __slots__ = ("start", "text", "flush", "end")
@@ -213,7 +215,7 @@ class GetServerInfoRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetServerInfoResponse(_message.Message):
-    __slots__ = ("version", "model", "sample_rate_hz", "num_channels", "samples_per_frame", "num_codebooks", "num_slots", "max_len", "max_queue", "slots_busy", "queue_length", "formats", "default_sampling", "max_text_bytes", "max_references", "max_message_bytes")
+    __slots__ = ("version", "model", "sample_rate_hz", "num_channels", "samples_per_frame", "num_codebooks", "num_slots", "max_len", "max_queue", "slots_busy", "queue_length", "formats", "default_sampling", "max_text_bytes", "max_references", "max_message_bytes", "max_batch_queue")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     SAMPLE_RATE_HZ_FIELD_NUMBER: _ClassVar[int]
@@ -230,6 +232,7 @@ class GetServerInfoResponse(_message.Message):
     MAX_TEXT_BYTES_FIELD_NUMBER: _ClassVar[int]
     MAX_REFERENCES_FIELD_NUMBER: _ClassVar[int]
     MAX_MESSAGE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    MAX_BATCH_QUEUE_FIELD_NUMBER: _ClassVar[int]
     version: str
     model: str
     sample_rate_hz: int
@@ -246,4 +249,5 @@ class GetServerInfoResponse(_message.Message):
     max_text_bytes: int
     max_references: int
     max_message_bytes: int
-    def __init__(self, version: _Optional[str] = ..., model: _Optional[str] = ..., sample_rate_hz: _Optional[int] = ..., num_channels: _Optional[int] = ..., samples_per_frame: _Optional[int] = ..., num_codebooks: _Optional[int] = ..., num_slots: _Optional[int] = ..., max_len: _Optional[int] = ..., max_queue: _Optional[int] = ..., slots_busy: _Optional[int] = ..., queue_length: _Optional[int] = ..., formats: _Optional[_Iterable[_Union[AudioFormat, str]]] = ..., default_sampling: _Optional[_Union[Sampling, _Mapping]] = ..., max_text_bytes: _Optional[int] = ..., max_references: _Optional[int] = ..., max_message_bytes: _Optional[int] = ...) -> None: ...
+    max_batch_queue: int
+    def __init__(self, version: _Optional[str] = ..., model: _Optional[str] = ..., sample_rate_hz: _Optional[int] = ..., num_channels: _Optional[int] = ..., samples_per_frame: _Optional[int] = ..., num_codebooks: _Optional[int] = ..., num_slots: _Optional[int] = ..., max_len: _Optional[int] = ..., max_queue: _Optional[int] = ..., slots_busy: _Optional[int] = ..., queue_length: _Optional[int] = ..., formats: _Optional[_Iterable[_Union[AudioFormat, str]]] = ..., default_sampling: _Optional[_Union[Sampling, _Mapping]] = ..., max_text_bytes: _Optional[int] = ..., max_references: _Optional[int] = ..., max_message_bytes: _Optional[int] = ..., max_batch_queue: _Optional[int] = ...) -> None: ...
