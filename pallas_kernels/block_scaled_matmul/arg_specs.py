@@ -22,5 +22,5 @@ SPECS = (
     MatmulSpec("head", 4097, 2560),
     MatmulSpec("fast_output", 4096, 2560),
 )
-ROWS = (1, 8, 16, 32, 64, 128)
+ROWS = (1, 2, 4, 8, 16, 32, 64, 128)
 """M: active slots of a step (the fast transformer's first pass has two rows a slot)."""

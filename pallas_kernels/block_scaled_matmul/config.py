@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Literal
 
@@ -74,3 +75,19 @@ def default_config(M: int, N: int, K: int) -> Config:
     while splits > 1 and (splits - 1) * tile_n * M * 4 > 32 * 1024:
         splits //= 2
     return Config(tile_n, splits, stages)
+
+
+def configs_to_try(M: int, N: int, K: int) -> list[Config]:
+    """What the tuner times: splits that make half a wave to eight waves of blocks, rings for 1 ... 3 blocks an SM."""
+    found = []
+    for tile_n in (64, 128):
+        for splits in (1, 2, 4, 8):
+            if not NUM_SMS // 2 <= -(-N // tile_n) * splits <= 8 * NUM_SMS:
+                continue
+            for combine in ("cluster", "sum") if splits > 1 else ("cluster",):
+                for blocks_per_sm in (1, 2, 3):
+                    config = Config(tile_n, splits, 1, combine)
+                    room = SHARED_BYTES // blocks_per_sm - 4096 - shared_bytes(config, M, K)
+                    stages = min(12, K // BLOCK // splits, 1 + room // ((tile_n + M) * BLOCK))
+                    found.append(dataclasses.replace(config, stages=stages))
+    return list(dict.fromkeys(c for c in found if c.stages >= 2 and can_run(c, M, N, K) is None))

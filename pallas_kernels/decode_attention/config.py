@@ -58,3 +58,17 @@ def default_config(B: int, G: int, S: int) -> Config:
     while B * G * splits < 4 * NUM_SMS and 2 * splits * 64 <= S and splits < 16:
         splits *= 2
     return Config(splits=splits)
+
+
+def configs_to_try(B: int, H: int, G: int, S: int, d: int, kv_bytes: int) -> list[Config]:
+    """What the tuner times: half a wave to sixteen waves of blocks, none shorter than one step, rings of 2 ... 6."""
+    found = [
+        Config(block_kv, splits, stages)
+        for block_kv in (64, 128)
+        for splits in (1, 2, 4, 8, 16)
+        for stages in (2, 3, 4, 6)
+        if splits * block_kv <= S and stages <= max(2, S // block_kv // splits)
+    ]
+    fitting = [c for c in found if can_run(c, H, G, S, d, kv_bytes) is None]
+    busy = [c for c in fitting if NUM_SMS // 2 <= B * G * c.splits <= 16 * NUM_SMS]
+    return busy or fitting

@@ -15,4 +15,4 @@ class MlpSpec:
 
 
 SPECS = (MlpSpec("s2_pro", 2560, 9728),)
-ROWS = (1, 8, 16, 32, 64, 128)
+ROWS = (1, 2, 4, 8, 16, 32, 64, 128)

@@ -1,0 +1,164 @@
+"""`python -m fishjax.bench NAME`: measurements. Human text goes to stderr; exit 0 ok, 1 failed, 2 usage."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from fishjax.errors import FishjaxError, InvalidRequest
+
+if TYPE_CHECKING:
+    from .cases import Case
+    from .kernels import Run
+
+app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help="Measurements.")
+BASELINES = Path(__file__).parent / "baselines"
+
+
+@app.callback()
+def _commands() -> None:
+    """Measurements of the parts and of the whole."""
+
+
+@app.command()
+def kernels(
+    op: Annotated[list[str] | None, typer.Option(help="Only this op; may be repeated")] = None,
+    shapes: Annotated[str | None, typer.Option(help="Only these shapes, by name: wqkv,down,slow_1024")] = None,
+    m: Annotated[list[int] | None, typer.Option(help="Only this row count (slots for attention); repeatable")] = None,
+    n: Annotated[int | None, typer.Option(help="Weight rows of one matmul; with --k, any shape")] = None,
+    k: Annotated[int | None, typer.Option(help="Weight columns of one matmul")] = None,
+    config: Annotated[str | None, typer.Option(help="Tile choices to change: 'tile_n=128,splits=4'")] = None,
+    peers: Annotated[bool, typer.Option(help="Measure XLA and torch on the same work")] = True,
+    budget: Annotated[float, typer.Option(help="Start no new case after so many seconds")] = math.inf,
+    workers: Annotated[
+        int | None, typer.Option(help="Compiling processes [default: half the cores, at most 8]")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="JSON file to write, beside a .jsonl journal and a .log")] = None,
+    freeze: Annotated[bool, typer.Option(help="Write fishjax/bench/baselines/<device>/kernels.json")] = False,
+    check: Annotated[bool, typer.Option("--check", help="Measure nothing: check --out, else the frozen files")] = False,
+    tune: Annotated[
+        bool, typer.Option("--tune", help="Time every config of the op; write its tuned/<device>.json")
+    ] = False,
+    json_output: Annotated[bool, typer.Option("--json", help="One JSON document as the last line of stdout")] = False,
+) -> None:
+    """Time the ops at S2-Pro's shapes against the memory floor, XLA and torch."""
+    from . import cases as grid_of
+    from . import ops
+    from .kernels import Run, default_workers, make_document, make_tasks
+
+    if check:
+        _check(out)
+        return
+    filters = {"ops": op, "shapes": shapes.split(",") if shapes else None, "rows": m, "n": n, "k": k}
+    chosen = grid_of.select(grid_of.grid(), **filters)
+    fields = ops.parse_config(config) if config else None
+    if fields:
+        for case in chosen:
+            ops.check_fields(case.op, fields)
+    run = Run(out, workers or default_workers(), budget)
+    if tune:
+        _tune(run, chosen, out)
+        return
+    backend = "mosaic"
+    if not run.on_gpu:
+        _say("no GPU was found: the reference back end runs a few small cases, and nothing is frozen")
+        chosen, backend, fields, freeze = grid_of.tiny_grid(), "reference", None, False
+    results = run.measure(make_tasks(chosen, {"backend": backend, "config": fields}, peers))
+    document = make_document(run.header, chosen, results, backend)
+    if out:
+        out.write_text(json.dumps(document, indent=1) + "\n")
+    if freeze:
+        _freeze(document, chosen)
+    _print_table(document)
+    if json_output:
+        print(json.dumps(document))
+    if any(row.get("failed") or not row.get("correct", True) or row.get("overlapped") for row in document["rows"]):
+        raise typer.Exit(1)
+
+
+def _tune(run: Run, chosen: list[Case], out: Path | None) -> None:
+    from . import tune
+
+    if not run.on_gpu:
+        raise InvalidRequest("--tune needs a GPU, and none was found")
+    results = run.measure(tune.make_tasks(chosen))
+    choices = tune.choose(results)
+    _say(tune.table(results))
+    for path in tune.write(choices, run.hello["device"]):
+        _say(f"written: {path}")
+    if out:
+        out.write_text(json.dumps({"header": run.header, "tuned": choices}, indent=1) + "\n")
+
+
+def _freeze(document: dict, chosen: list[Case]) -> None:
+    from .cases import grid
+
+    if {case.key for case in chosen} != {case.key for case in grid()}:
+        raise InvalidRequest("--freeze takes the whole grid: leave the filters out")
+    path = BASELINES / document["header"]["device"] / "kernels.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(document, indent=1) + "\n")
+    _say(f"frozen: {path}")
+
+
+def _check(out: Path | None) -> None:
+    from .cases import grid
+    from .check import problems
+
+    paths = [out] if out else sorted(BASELINES.glob("*/kernels.json"))
+    if not paths:
+        raise InvalidRequest(f"nothing to check: {BASELINES} holds no kernels.json; name a file with --out")
+    found = [f"{path}: {problem}" for path in paths for problem in problems(json.loads(path.read_text()), grid())]
+    for problem in found:
+        _say(problem)
+    _say(f"{len(paths)} files checked, {len(found)} problems")
+    if found:
+        raise typer.Exit(1)
+
+
+def _print_table(document: dict) -> None:
+    from .report import kernel_tables
+
+    _say(kernel_tables(document))
+
+
+@app.command()
+def report(
+    docs: Annotated[Path | None, typer.Option(help="Page whose marked part is rewritten: docs/benchmarks.md")] = None,
+    plots: Annotated[Path | None, typer.Option(help="Folder for PNGs; needs matplotlib (extra: bench)")] = None,
+) -> None:
+    """Print the frozen figures as markdown; rewrite the page that quotes them; draw time against floor."""
+    from . import report as reports
+
+    print(reports.markdown())
+    if docs:
+        docs.write_text(reports.rewrite(docs.read_text(), reports.markdown()))
+        _say(f"rewritten: {docs}")
+    if plots:
+        if importlib.util.find_spec("matplotlib") is None:
+            raise InvalidRequest("--plots needs matplotlib: pip install 'fishjax[bench]'")
+        for path in reports.write_plots(plots):
+            _say(f"drawn: {path}")
+
+
+def _say(message: str) -> None:
+    print(message, file=sys.stderr, flush=True)
+
+
+def main() -> None:
+    """Run the command line; errors that fishjax raises on purpose become one sentence and exit code 2."""
+    try:
+        app()
+    except FishjaxError as error:
+        _say(f"error: {error}")
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,44 @@
+"""What a file of figures says about where they come from."""
+
+from __future__ import annotations
+
+import datetime
+import platform
+import subprocess
+from pathlib import Path
+from typing import Any
+
+from .cases import STREAM_BYTES_PER_S
+from .timing import METHOD
+
+SCHEMA = 1
+_SMI_FIELDS = ("name", "driver_version", "clocks.sm", "clocks.mem", "clocks.max.sm", "power.limit")
+
+
+def make_header(suite: str, hello: dict[str, Any]) -> dict[str, Any]:
+    """Schema, suite, device, versions, commit, method, clocks and power cap, date (UTC)."""
+    return {
+        "schema": SCHEMA,
+        "suite": suite,
+        "device": hello["device"],
+        "versions": {"python": platform.python_version(), **hello["versions"]},
+        "commit": _output(["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]),
+        "method": METHOD,
+        "floor": f"bytes that must move / {STREAM_BYTES_PER_S / 1e12} TB/s, the streaming rate measured on one H200",
+        "gpu": _gpu(),
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+    }
+
+
+def _gpu() -> dict[str, str] | None:
+    """What nvidia-smi sees while workers hold the device: driver, clocks, power cap; None without an NVIDIA GPU."""
+    line = _output(["nvidia-smi", f"--query-gpu={','.join(_SMI_FIELDS)}", "--format=csv,noheader", "--id=0"])
+    return dict(zip(_SMI_FIELDS, (part.strip() for part in line.split(",")), strict=False)) if line else None
+
+
+def _output(command: list[str]) -> str | None:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip() or None

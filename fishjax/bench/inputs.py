@@ -1,0 +1,95 @@
+"""Fresh random operands of a case, made on the device, and the float64 answer to them.
+
+`make_x` and `make_w` are pure and traceable, so that a worker compiles them ahead and runs them when the GPU is its.
+Weights have one magnitude 2^U(-4, 4) per 128 x 128 block: a kernel that reads a wrong scale cannot stay in tolerance.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels import BlockScaled, ScaledKV, prepare_weights, quantize_blocks, quantize_kv
+from pallas_kernels import _testing as oracles
+from pallas_kernels.types import BLOCK
+
+from .cases import Case, lengths_of
+
+REFERENCE = "reference"
+
+
+def make_x(case: Case, seed: jax.Array) -> Any:
+    """What each call of the chain reads: x (M, K), bfloat16 or quantised 1 x 128; (q, lengths) for attention."""
+    key = jax.random.key(seed)
+    if case.op == "decode_attention":
+        q = 2 * jax.random.normal(key, (case.m, case.shape["H"], case.shape["d"]))
+        return q.astype(jnp.bfloat16), jnp.asarray(lengths_of(case))
+    width = case.shape["K"] if case.op == "block_scaled_matmul" else case.shape["D"]
+    x = jax.random.normal(key, (case.m, width)).astype(jnp.bfloat16)
+    return quantize_blocks(x, (1, BLOCK), backend=REFERENCE) if case.input == "quantized" else x
+
+
+def make_dense(case: Case, seed: jax.Array) -> tuple[jax.Array, ...]:
+    """One copy of the unquantised weights, float32: (w,), (w_gate_up, w_down) or (k, v)."""
+    key, s = jax.random.key(seed), case.shape
+    if case.op == "decode_attention":
+        shape = (case.m, s["G"], s["S"], s["d"])
+        keys = jax.random.split(key, 3)
+        spread = 2.0 ** jax.random.uniform(keys[2], (case.m, s["G"], s["S"], 1), minval=-4.0, maxval=4.0)
+        return jax.random.normal(keys[0], shape), spread * jax.random.normal(keys[1], shape)
+    matrices = [(s["N"], s["K"])] if case.op == "block_scaled_matmul" else [(2 * s["F"], s["D"]), (s["D"], s["F"])]
+    return tuple(_blocky(k, *shape) for k, shape in zip(jax.random.split(key, len(matrices)), matrices, strict=True))
+
+
+def _blocky(key: jax.Array, N: int, K: int) -> jax.Array:
+    values, blocks = jax.random.split(key)
+    magnitude = 2.0 ** jax.random.uniform(blocks, (-(-N // BLOCK), K // BLOCK), minval=-4.0, maxval=4.0)
+    magnitude = jnp.repeat(jnp.repeat(magnitude, BLOCK, axis=0)[:N], BLOCK, axis=1)
+    return magnitude * jax.random.normal(values, (N, K)) * K**-0.5
+
+
+def make_w(case: Case, seed: jax.Array) -> tuple[Any, ...]:
+    """One copy of what the op reads: weights quantised 128 x 128 and prepared, or keys and values."""
+    dense = make_dense(case, seed)
+    if case.op != "decode_attention":
+        quantized = (quantize_blocks(w, (BLOCK, BLOCK), backend=REFERENCE) for w in dense)
+        return tuple(prepare_weights(w, case.op) for w in quantized)
+    if case.shape["cache"] == "float8":
+        return tuple(quantize_kv(c) for c in dense)
+    return tuple(c.astype(jnp.bfloat16) for c in dense)
+
+
+def oracle(case: Case, x: Any, w: tuple[Any, ...]) -> np.ndarray:
+    """The float64 result for operands fetched to the host."""
+    if case.op == "decode_attention":
+        q, lengths = x
+        return oracles.attention_oracle(np.asarray(q), _host_kv(w[0]), _host_kv(w[1]), np.asarray(lengths))
+    weights = [_host_weight(item) for item in w]
+    if case.op == "swiglu_mlp":
+        return oracles.swiglu_oracle(np.asarray(x), weights[0], weights[1])
+    if isinstance(x, BlockScaled):
+        values, scales = np.asarray(x.values_NK), np.asarray(x.scale_NbKb)
+    else:
+        values, scales = oracles.e4m3_rows(np.asarray(x))
+    return oracles.block_dequant(values, scales, (1, BLOCK)) @ oracles.block_dequant(*weights[0], (BLOCK, BLOCK)).T
+
+
+def tolerance(case: Case) -> float:
+    """Bound on the relative error of a bfloat16 output."""
+    op = "matmul" if case.op == "block_scaled_matmul" else case.op
+    return oracles.TOLERANCES[op, "bfloat16"].bound
+
+
+def _host_weight(w: BlockScaled) -> tuple[np.ndarray, np.ndarray]:
+    """Values and scales without the padding of a prepared weight."""
+    N, K = w.shape
+    return np.asarray(w.values_NK)[:N], np.asarray(w.scale_NbKb)[: -(-N // BLOCK), : K // BLOCK]
+
+
+def _host_kv(cache: jax.Array | ScaledKV) -> np.ndarray:
+    if isinstance(cache, ScaledKV):
+        return np.asarray(cache.values_BGSd).astype(np.float32) * np.asarray(cache.scale_BGS)[..., None]
+    return np.asarray(cache)

@@ -1,0 +1,92 @@
+"""The ops under test as calls of a chain, and the tile choices that they run with."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+from typing import Any
+
+from fishjax.errors import InvalidRequest
+from pallas_kernels import _tuned, block_scaled_matmul, decode_attention, swiglu_mlp
+from pallas_kernels.block_scaled_matmul import config as matmul_config
+from pallas_kernels.decode_attention import config as attention_config
+from pallas_kernels.swiglu_mlp import config as mlp_config
+
+from .cases import Case, tuned_key
+from .chain import Call
+
+_CONFIGS = {
+    "block_scaled_matmul": matmul_config.Config,
+    "swiglu_mlp": mlp_config.Config,
+    "decode_attention": attention_config.Config,
+}
+
+
+def kernel_call(case: Case, backend: str, config: Any | None) -> Call:
+    """call(x, w) of the op under test; raises NotImplementedError when traced if the back end cannot run it."""
+    if case.op == "block_scaled_matmul":
+        return lambda x, w: block_scaled_matmul(x, w[0], backend=backend, config=config)
+    if case.op == "swiglu_mlp":
+        return lambda x, w: swiglu_mlp(x, w[0], w[1], backend=backend, config=config)
+    return lambda x, w: decode_attention(x[0], w[0], w[1], x[1], backend=backend, config=config)
+
+
+def config_of(case: Case, fields: dict[str, Any] | None = None) -> Any:
+    """The op's own choice for the shape (measured, else its default), with `fields` changed.
+
+    Raises:
+      NotImplementedError: no config of the op holds this shape.
+    """
+    tuned = _tuned.lookup(case.op, tuned_key(case))
+    start = _CONFIGS[case.op](**tuned) if tuned is not None else _default(case)
+    return dataclasses.replace(start, **(fields or {}))
+
+
+def check_fields(op: str, fields: dict[str, Any]) -> None:
+    """Raise InvalidRequest for a field that the op's Config does not have."""
+    known = [f.name for f in dataclasses.fields(_CONFIGS[op])]
+    if unknown := sorted(set(fields) - set(known)):
+        raise InvalidRequest(f"--config: {op} has no {', '.join(unknown)}; it has {', '.join(known)}")
+
+
+def _default(case: Case) -> Any:
+    s, rows = case.shape, -(-case.m // 8) * 8
+    if case.op == "block_scaled_matmul":
+        return matmul_config.default_config(rows, -(-s["N"] // 64) * 64, s["K"])
+    if case.op == "decode_attention":
+        return attention_config.default_config(case.m, s["G"], s["S"])
+    fitting = mlp_config.configs_to_try(rows, s["D"], s["F"])
+    if not fitting:
+        raise NotImplementedError(f"no config holds M = {rows}, D = {s['D']}, F = {s['F']} with all blocks resident")
+    return fitting[0]
+
+
+def configs_to_try(case: Case) -> list[dict[str, Any]]:
+    """The fields of every config that the tuner times for a case."""
+    s, rows = case.shape, -(-case.m // 8) * 8
+    if case.op == "block_scaled_matmul":
+        found = matmul_config.configs_to_try(rows, -(-s["N"] // 64) * 64, s["K"])
+    elif case.op == "swiglu_mlp":
+        found = mlp_config.configs_to_try(rows, s["D"], s["F"])
+    else:
+        kv_bytes = 1 if s["cache"] == "float8" else 2
+        found = attention_config.configs_to_try(case.m, s["H"], s["G"], s["S"], s["d"], kv_bytes)
+    return [dataclasses.asdict(config) for config in found]
+
+
+def parse_config(text: str) -> dict[str, Any]:
+    """Fields from "tile_n=128,combine=sum".
+
+    Raises:
+      InvalidRequest: a part without "=".
+    """
+    fields = {}
+    for part in text.split(","):
+        name, equals, value = part.partition("=")
+        if not equals:
+            raise InvalidRequest(f"--config: {part!r} is not NAME=VALUE; example: --config 'tile_n=128,splits=4'")
+        try:
+            fields[name.strip()] = ast.literal_eval(value.strip())
+        except (ValueError, SyntaxError):
+            fields[name.strip()] = value.strip()
+    return fields

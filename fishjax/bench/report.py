@@ -1,0 +1,145 @@
+"""Tables and plots from the frozen figures: what docs/benchmarks.md quotes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from .cases import OPS, PEERS
+
+BASELINES = Path(__file__).parent / "baselines"
+PUBLISHED = Path(__file__).parent / "published.json"
+BEGIN, END = "<!-- kernels: written by python -m fishjax.bench report -->", "<!-- kernels: end -->"
+
+
+def kernel_tables(document: dict[str, Any]) -> str:
+    """One markdown table per op and input, times in microseconds."""
+    parts = []
+    for op in OPS:
+        for kind in ("quantized", "bfloat16"):
+            rows = [row for row in document["rows"] if (row["op"], row["input"]) == (op, kind)]
+            if rows:
+                about = {"quantized": "x already quantised", "bfloat16": "x in bfloat16"}[kind]
+                parts.append(f"### `{op}`, {about}\n\n{_table(rows)}")
+    reasons = sorted({f"- `{peer}`: {row['peers'][peer]['reason']}" for row in document["rows"] for peer in PEERS
+                      if "reason" in row["peers"][peer]})  # fmt: skip
+    if reasons:
+        parts.append("Peers without a figure (-):\n\n" + "\n".join(reasons))
+    return "\n\n".join(parts)
+
+
+def _table(rows: list[dict[str, Any]]) -> str:
+    head = ["shape", "m", "us", "spread", "kernels us", "floor us", "of the floor's rate", "error", *PEERS]
+    lines = ["| " + " | ".join(head) + " |", "|---|" + "---:|" * (len(head) - 1)]
+    lines += ["| " + " | ".join(_cells(row)) + " |" for row in rows]
+    return "\n".join(lines)
+
+
+def _cells(row: dict[str, Any]) -> list[str]:
+    peers = [_number(row["peers"][peer].get("host_us")) for peer in PEERS]
+    start = [shape_label(row), str(row["m"])]
+    if row["host_us"] is None:
+        return [*start, f"- ({row['reason']})", "", "", _number(row["floor_us"]), "", "", *peers]
+    wrong = "" if row["correct"] else " **wrong**"
+    wrong += " **overlapped**" if row["overlapped"] else ""
+    return [
+        *start,
+        _number(row["host_us"]) + wrong,
+        f"{row['host_us_spread']:.0%}",
+        _number(row["kernel_us"]),
+        _number(row["floor_us"]),
+        f"{row['floor_us'] / row['host_us']:.0%}",
+        f"{row['rel_err']:.1e}",
+        *peers,
+    ]
+
+
+def shape_label(row: dict[str, Any]) -> str:
+    """ "wqkv 6144x2560", or "slow_1024 float8 mixed"."""
+    s = row["shape"]
+    if row["op"] == "decode_attention":
+        return " ".join([row["name"], s["cache"], *([] if s["lengths"] == "full" else [s["lengths"]])])
+    return f"{row['name']} {'x'.join(str(v) for v in s.values())}"
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}" if value < 100 else f"{value:.1f}"
+
+
+def published_table() -> str:
+    """Figures that others have published, as they stand: not measured by us, on their set-up."""
+    data = json.loads(PUBLISHED.read_text())
+    lines = ["| what | library | m | us |", "|---|---|---:|---:|"]
+    lines += [f"| {r['what']} | {r['library']} | {r['m']} | {r['us']} |" for r in data["rows"]]
+    return f"Published by {data['source']} ({data['setup']}); not measured by us.\n\n" + "\n".join(lines)
+
+
+def markdown(folder: Path = BASELINES) -> str:
+    """Everything between the markers of docs/benchmarks.md."""
+    parts = []
+    for path in sorted(folder.glob("*/kernels.json")):
+        document = json.loads(path.read_text())
+        parts.append(f"## Kernels on {document['header']['device']}\n\n{_origin(document['header'])}")
+        parts.append(kernel_tables(document))
+    if not parts:
+        parts.append("## Kernels\n\nNo figures are frozen yet.")
+    parts.append(f"## Published by others\n\n{published_table()}")
+    return "\n\n".join(parts)
+
+
+def _origin(header: dict[str, Any]) -> str:
+    versions = ", ".join(f"{name} {version}" for name, version in header["versions"].items())
+    gpu = ", ".join(f"{name} {value}" for name, value in (header["gpu"] or {}).items())
+    notes = "".join(f" {note}." for note in header["notes"])
+    seen = f"{header['date']}, commit {header['commit']}; {versions}; {gpu}."
+    return f"{seen}\n\n{header['method']}{notes}\n\nFloor: {header['floor']}."
+
+
+def rewrite(text: str, inner: str) -> str:
+    """`text` with what lies between the markers replaced.
+
+    Raises:
+      ValueError: the markers are not there.
+    """
+    before, begin, rest = text.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not begin or not end:
+        raise ValueError(f"the page lacks the markers {BEGIN!r} and {END!r}")
+    return f"{before}{BEGIN}\n\n{inner}\n\n{END}{after}"
+
+
+def write_plots(folder: Path, baselines: Path = BASELINES) -> list[Path]:
+    """One PNG per device and op, time against the floor; needs matplotlib (ImportError without it)."""
+    import matplotlib  # pyright: ignore[reportMissingImports]
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot  # pyright: ignore[reportMissingImports]
+
+    paths = []
+    for path in sorted(baselines.glob("*/kernels.json")):
+        document = json.loads(path.read_text())
+        for op in OPS:
+            rows = [row for row in document["rows"] if row["op"] == op and row["host_us"] is not None]
+            if not rows:
+                continue
+            figure, axes = pyplot.subplots(figsize=(7, 5))
+            for label, points in _series(rows):
+                axes.plot([p["floor_us"] for p in points], [p["host_us"] for p in points], "o-", label=label)
+            ends = [min(row["floor_us"] for row in rows), max(row["host_us"] for row in rows)]
+            axes.plot(ends, ends, "k--", label="floor")
+            axes.set(xscale="log", yscale="log", xlabel="floor, us", ylabel="time of one call, us", title=op)
+            axes.legend(fontsize="small")
+            target = folder / f"{document['header']['device']}-{op}.png"
+            figure.savefig(target, dpi=120, bbox_inches="tight")
+            pyplot.close(figure)
+            paths.append(target)
+    return paths
+
+
+def _series(rows: Iterable[dict[str, Any]]) -> list[tuple[str, list[dict[str, Any]]]]:
+    series: dict[str, list[dict[str, Any]]] = {}
+    for row in rows:
+        series.setdefault(f"{shape_label(row)}, {row['input']}", []).append(row)
+    return list(series.items())

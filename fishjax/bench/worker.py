@@ -1,0 +1,82 @@
+"""A worker process: takes measurements one by one from stdin, answers each on stdout, both one JSON object a line.
+
+Between the two it tells its stage ("compile", "wait", "run"), so that the parent can end it when it hangs. Everything
+that touches the GPU happens while the lock is held: one process at a time. stdout belongs to this protocol; what
+libraries print there goes to stderr.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import IO, Any
+
+from .cases import Case
+
+
+class GpuLock:
+    """An exclusive lock between processes, let go by the kernel when its holder dies."""
+
+    def __init__(self, path: Path, tell: Callable[[str], None]):
+        self._file = path.open("w")
+        self._tell = tell
+
+    def __enter__(self) -> None:
+        self._tell("wait")
+        fcntl.flock(self._file, fcntl.LOCK_EX)
+        self._tell("run")
+
+    def __exit__(self, *_: object) -> None:
+        fcntl.flock(self._file, fcntl.LOCK_UN)
+        self._tell("compile")
+
+
+def serve(hello: dict[str, Any], measure: Callable[..., dict[str, Any]], lock_path: Path, out: IO[str]) -> int:
+    """Answer measurements until stdin ends; returns the exit code, 1 when the process is no longer fit to go on."""
+
+    def say(message: dict[str, Any]) -> None:
+        out.write(json.dumps(message) + "\n")
+        out.flush()
+
+    lock = GpuLock(lock_path, lambda stage: say({"stage": stage}))
+    say({"hello": hello})
+    for line in sys.stdin:
+        task = json.loads(line)
+        say({"stage": "compile"})
+        try:
+            result = measure(Case(**task["case"]), task["part"], task["options"], lock)
+        except NotImplementedError as error:
+            result = {"reason": str(error)}
+        except Exception as error:
+            # Whatever it was is the result of this measurement; the GPU context may be broken, so a fresh process
+            # does the next one.
+            traceback.print_exc()
+            say({"result": {"reason": f"{type(error).__name__}: {_first_line(error)}", "failed": True}})
+            return 1
+        say({"result": result})
+    return 0
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).strip().splitlines()), "")[:300]
+
+
+def main() -> int:
+    """`python -m fishjax.bench.worker {jax,torch} LOCK_FILE`."""
+    kind, lock_path = sys.argv[1], Path(sys.argv[2])
+    out = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    if kind == "torch":
+        from . import peers_torch as side
+    else:
+        from . import measure_jax as side
+    return serve(side.hello(), side.measure, lock_path, out)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
