@@ -84,14 +84,15 @@ def attention_oracle(
 ) -> np.ndarray:
     """Float64 decode attention over the first `lengths_B[b]` positions of each slot; zeros for length 0."""
     B, H, d = q_BHd.shape
-    repeat = H // k_BGSd.shape[1]
+    G = k_BGSd.shape[1]
     out = np.zeros((B, H, d))
     for b, length in enumerate(lengths_B):
-        for h in range(H if length else 0):
-            k, v = (c[b, h // repeat, :length].astype(np.float64) for c in (k_BGSd, v_BGSd))
-            logits = (d**-0.5 if scale is None else scale) * (k @ q_BHd[b, h].astype(np.float64))
-            p = np.exp(logits - logits.max())
-            out[b, h] = p @ v / p.sum()
+        for g in range(G if length else 0):
+            heads = slice(g * H // G, (g + 1) * H // G)
+            k, v = (c[b, g, :length].astype(np.float64) for c in (k_BGSd, v_BGSd))
+            logits = (d**-0.5 if scale is None else scale) * (q_BHd[b, heads].astype(np.float64) @ k.T)
+            p = np.exp(logits - logits.max(axis=1, keepdims=True))
+            out[b, heads] = p @ v / p.sum(axis=1, keepdims=True)
     return out
 
 

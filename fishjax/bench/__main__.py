@@ -70,7 +70,7 @@ def kernels(
         _say("no GPU was found: the reference back end runs a few small cases, and nothing is frozen")
         chosen, backend, fields, freeze = grid_of.tiny_grid(), "reference", None, False
     results = run.measure(make_tasks(chosen, {"backend": backend, "config": fields}, peers))
-    document = make_document(run.header, chosen, results, backend)
+    document = make_document(run.header(), chosen, results, backend)
     if out:
         out.write_text(json.dumps(document, indent=1) + "\n")
     if freeze:
@@ -93,7 +93,7 @@ def _tune(run: Run, chosen: list[Case], out: Path | None) -> None:
     for path in tune.write(choices, run.hello["device"]):
         _say(f"written: {path}")
     if out:
-        out.write_text(json.dumps({"header": run.header, "tuned": choices}, indent=1) + "\n")
+        out.write_text(json.dumps({"header": run.header(), "tuned": choices}, indent=1) + "\n")
 
 
 def _freeze(document: dict, chosen: list[Case]) -> None:

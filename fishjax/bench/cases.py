@@ -52,8 +52,9 @@ class Case:
 
     @property
     def group(self) -> str:
-        """Cases whose bfloat16 peers are the same measurement."""
-        return case_key(self.op, self.shape, self.m, "bfloat16")
+        """The same for cases whose bfloat16 peers are one measurement, however their own operands are quantised."""
+        shape = {**self.shape, "cache": "bfloat16"} if "cache" in self.shape else self.shape
+        return case_key(self.op, shape, self.m, "bfloat16")
 
 
 def case_key(op: str, shape: Mapping[str, Any], m: int, input: str) -> str:

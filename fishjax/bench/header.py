@@ -15,23 +15,26 @@ SCHEMA = 1
 _SMI_FIELDS = ("name", "driver_version", "clocks.sm", "clocks.mem", "clocks.max.sm", "power.limit")
 
 
-def make_header(suite: str, hello: dict[str, Any]) -> dict[str, Any]:
-    """Schema, suite, device, versions, commit, method, clocks and power cap, date (UTC)."""
+def make_header(
+    suite: str, device: str, versions: dict[str, str], gpu: dict[str, str] | None, notes: list[str]
+) -> dict[str, Any]:
+    """Schema, suite, device, versions, commit, method, clocks and power cap (as `see_gpu` saw them), date (UTC)."""
     return {
         "schema": SCHEMA,
         "suite": suite,
-        "device": hello["device"],
-        "versions": {"python": platform.python_version(), **hello["versions"]},
+        "device": device,
+        "versions": {"python": platform.python_version(), **versions},
         "commit": _output(["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]),
         "method": METHOD,
         "floor": f"bytes that must move / {STREAM_BYTES_PER_S / 1e12} TB/s, the streaming rate measured on one H200",
-        "gpu": _gpu(),
+        "gpu": gpu,
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "notes": notes,
     }
 
 
-def _gpu() -> dict[str, str] | None:
-    """What nvidia-smi sees while workers hold the device: driver, clocks, power cap; None without an NVIDIA GPU."""
+def see_gpu() -> dict[str, str] | None:
+    """What nvidia-smi sees now: driver, clocks, power cap; None without an NVIDIA GPU."""
     line = _output(["nvidia-smi", f"--query-gpu={','.join(_SMI_FIELDS)}", "--format=csv,noheader", "--id=0"])
     return dict(zip(_SMI_FIELDS, (part.strip() for part in line.split(",")), strict=False)) if line else None
 

@@ -17,11 +17,11 @@ from typing import Any
 from pallas_kernels._testing import TOLERANCES
 
 from .cases import PEERS, Case, floor_us
-from .header import make_header
+from .header import make_header, see_gpu
 from .pool import Pool, Task
 
 SHARED_PEERS = ("xla_bf16", "torch_compile_bf16")
-"""They read bfloat16 either way, so a case with quantised input takes the figures of its bfloat16 twin."""
+"""They read bfloat16 either way: measured once for a group of cases."""
 OVERLAP = 0.9
 """A host time below this part of the kernel time means that calls ran side by side, which no chain allows."""
 
@@ -31,14 +31,18 @@ def make_tasks(cases: Iterable[Case], options: dict[str, Any], peers: bool) -> l
     cases = list(cases)
     batches = [[Task(case, "kernel", "jax", options)] for case in cases]
     for kind in ("xla", "torch") if peers else ():
-        groups: dict[str, list[Task]] = {}
+        groups: dict[str, dict[tuple[str, str], Task]] = {}
         for case in cases:
             for peer in PEERS:
-                shared = peer in SHARED_PEERS and case.input == "quantized"
-                if peer.startswith(kind) and not shared:
-                    groups.setdefault(case.group, []).append(Task(case, peer, "jax" if kind == "xla" else kind))
-        batches += groups.values()
+                if peer.startswith(kind):
+                    task = Task(case, peer, "jax" if kind == "xla" else kind)
+                    groups.setdefault(case.group, {}).setdefault(_peer_key(case, peer), task)
+        batches += [list(tasks.values()) for tasks in groups.values()]
     return batches
+
+
+def _peer_key(case: Case, part: str) -> tuple[str, str]:
+    return (case.group if part in SHARED_PEERS else case.key, part)
 
 
 def default_workers() -> int:
@@ -64,12 +68,19 @@ class Run:
         probe = self._pools["jax"].start()
         self.hello = probe.hello
         self._pools["jax"].give_back(probe)
-        self.header = make_header("kernels", self.hello)
+        self._gpu: dict[str, str] | None = None
 
     @property
     def on_gpu(self) -> bool:
         """Whether the workers found a GPU."""
         return self.hello["platform"] == "gpu"
+
+    def header(self) -> dict[str, Any]:
+        """Where the measurements of this run come from."""
+        versions = {k: v for pool in self._pools.values() for k, v in pool.versions.items()}
+        reasons = {result["kernel_us_reason"] for _, result in self._results if "kernel_us_reason" in result}
+        notes = [f"kernel_us is null: {reason}" for reason in sorted(reasons)]
+        return make_header("kernels", self.hello["device"], versions, self._gpu, notes)
 
     def measure(self, batches: list[list[Task]]) -> list[tuple[Task, dict[str, Any]]]:
         """Do all tasks; those that could not be done have a result that says why."""
@@ -89,6 +100,8 @@ class Run:
             ]
             while any(thread.is_alive() for thread in threads):
                 time.sleep(0.1)
+                if self._results and self._gpu is None and self.on_gpu:
+                    self._gpu = see_gpu()  # while the workers keep it busy
         except KeyboardInterrupt:
             print("interrupted: what was measured is kept", file=sys.stderr)
         finally:
@@ -128,10 +141,9 @@ def make_document(
     header: dict[str, Any], cases: Iterable[Case], results: Iterable[tuple[Task, dict[str, Any]]], backend: str
 ) -> dict[str, Any]:
     """Header and rows; a measurement that is not among the results gets a reason, never a hole."""
-    found = {(task.case.key, task.part): result for task, result in results}
+    found = {_peer_key(task.case, task.part): result for task, result in results}
     rows = [_row(case, backend, found) for case in cases]
-    notes = sorted({r["kernel_us_reason"] for r in found.values() if "kernel_us_reason" in r})
-    return {"header": header | {"notes": [f"kernel_us is null: {note}" for note in notes]}, "rows": rows}
+    return {"header": header, "rows": rows}
 
 
 def _row(case: Case, backend: str, found: dict[tuple[str, str], dict[str, Any]]) -> dict[str, Any]:
@@ -163,6 +175,5 @@ def _row(case: Case, backend: str, found: dict[tuple[str, str], dict[str, Any]])
 
 
 def _peer(case: Case, peer: str, found: dict[tuple[str, str], dict[str, Any]]) -> dict[str, Any]:
-    key = case.group if peer in SHARED_PEERS else case.key
-    result = found.get((key, peer), {"reason": "not measured in this run"})
+    result = found.get(_peer_key(case, peer), {"reason": "not measured in this run"})
     return {name: value for name, value in result.items() if name != "kernel_us_reason"}

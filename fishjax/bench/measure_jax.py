@@ -23,7 +23,7 @@ from pallas_kernels._testing import rel_err
 from . import inputs, ops, peers_xla
 from .cases import Case, floor_us, weight_bytes
 from .chain import Call, chain, chain_shapes, kernel_us
-from .timing import COLD_BYTES, Plan, plan, time_replays
+from .timing import MIN_CALLS, Plan, plan, time_replays
 
 Make = Callable[[Case, jax.Array], Any]
 WEIGHT_SEED, X_SEED = 1, 100_000
@@ -90,7 +90,7 @@ class _Chain:
 
     def __init__(self, case: Case, call: Call, make_x: Make, make_w: Make, bytes_per_call: int):
         on_gpu = jax.default_backend() == "gpu"
-        self.plan = plan(bytes_per_call, floor_us(case), COLD_BYTES if on_gpu else 0)
+        self.plan = plan(bytes_per_call, floor_us(case)) if on_gpu else Plan(MIN_CALLS, 2)
         self._call = call
         self._make_x, self._x_like = _maker(case, make_x)
         self._make_w, self._w_like = _maker(case, make_w)

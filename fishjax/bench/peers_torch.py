@@ -127,7 +127,7 @@ def _quantize_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     grouped = x.float().reshape(x.shape[0], -1, BLOCK)
     scale = grouped.abs().amax(-1) / E4M3_MAX
     values = (grouped / scale[..., None]).clamp(-E4M3_MAX, E4M3_MAX).to(E4M3).reshape(x.shape)
-    return values, scale.t().contiguous().t()
+    return values, scale.t().contiguous().as_strided(scale.shape, (1, scale.shape[0]))
 
 
 def _quantize_weight(N: int, K: int) -> tuple[torch.Tensor, torch.Tensor]:

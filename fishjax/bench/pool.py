@@ -41,7 +41,12 @@ class Worker:
     """One worker process in a process group of its own."""
 
     def __init__(self, command: list[str], log: IO[bytes], limits_s: dict[str, float]):
-        env = {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
+        env = {
+            **os.environ,
+            "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
+            "TORCHINDUCTOR_COMPILE_THREADS": "1",
+            "OPENBLAS_NUM_THREADS": "2",
+        }
         self._limits_s = limits_s
         self._buffer = b""
         self._process = subprocess.Popen(
@@ -103,10 +108,12 @@ class Pool:
         self._log, self._limits_s = log, limits_s
         self._alive: set[Worker] = set()
         self._guard = threading.Lock()
+        self.versions: dict[str, str] = {}
 
     def start(self) -> Worker:
         """A fresh worker that has said hello."""
         worker = Worker(self._command, self._log, self._limits_s)
+        self.versions = worker.hello.get("versions", {})
         with self._guard:
             self._alive.add(worker)
         return worker

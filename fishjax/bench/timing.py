@@ -21,7 +21,7 @@ METHOD = (
     f"before, divided by the calls; median of at least {MIN_REPLAYS} replays; spread (p90 - p10) / median. JAX: one "
     "jitted program; torch: one CUDA graph. Weights (keys and values) rotate over copies of more than "
     f"{COLD_BYTES // 1_000_000} MB together; every output is kept. kernel_us: sum of the device times of all kernels "
-    "of one replay (CUPTI) over the calls. Inputs are random. Nothing else runs on the GPU meanwhile."
+    "of one replay (CUPTI) over the calls. Inputs are random. No other measurement uses the GPU meanwhile."
 )
 
 
@@ -38,9 +38,9 @@ class Plan:
         return -(-self.calls // self.copies)
 
 
-def plan(bytes_per_call: int, floor_us: float, cold_bytes: int = COLD_BYTES) -> Plan:
+def plan(bytes_per_call: int, floor_us: float) -> Plan:
     """Enough copies to be cold, every copy read at least once, and enough calls to run about CHAIN_US."""
-    copies = max(2, math.floor(cold_bytes / bytes_per_call) + 1)
+    copies = max(2, math.floor(COLD_BYTES / bytes_per_call) + 1)
     wanted = math.ceil(CHAIN_US / (2 * floor_us + 2))
     return Plan(max(MIN_CALLS, copies, min(wanted, MAX_CALLS)), copies)
 

@@ -52,12 +52,12 @@ def serve(hello: dict[str, Any], measure: Callable[..., dict[str, Any]], lock_pa
             result = measure(Case(**task["case"]), task["part"], task["options"], lock)
         except NotImplementedError as error:
             result = {"reason": str(error)}
-        except Exception as error:
-            # Whatever it was is the result of this measurement; the GPU context may be broken, so a fresh process
-            # does the next one.
+        except Exception as error:  # whatever it was, it is the result of this measurement
             traceback.print_exc()
             say({"result": {"reason": f"{type(error).__name__}: {_first_line(error)}", "failed": True}})
-            return 1
+            if "CUDA" in str(error):  # the context may be broken: a fresh process does the next one
+                return 1
+            continue
         say({"result": result})
     return 0
 
