@@ -52,7 +52,8 @@ def decode_step(
     hidden_B1D, cache = model.slow.extend(x_B1D, start_B, state.cache)
     hidden_BD = hidden_B1D[:, 0]
 
-    knobs = sampling.Knobs(slots.temperature_B, slots.top_p_B, slots.top_k_B)
+    # One large top_k sorts everything for the whole batch: a slot that is free or paused must not ask for it.
+    knobs = sampling.Knobs(slots.temperature_B, slots.top_p_B, jnp.where(inputs.run_B, slots.top_k_B, 1))
     logits_BN = model.slow.logits(hidden_BD, head_NK)
     # The line that samples the semantic token of a frame.
     candidate_B = sampling.sample_semantic(logits_BN, slots.window_BW, knobs, slots.seed_B, slots.frame_B)

@@ -50,11 +50,14 @@ class Accepted:
 
 
 class Utterance:
-    """A request being spoken. Raises InvalidRequest for blank text, PromptTooLong when a prompt leaves no room."""
+    """A request being spoken. Raises InvalidRequest for blank text, PromptTooLong when a prompt leaves no room.
+
+    With `text` None the text arrives while it is spoken: `extend` brings segments, until one call says `last`.
+    """
 
     def __init__(
         self,
-        text: str,
+        text: str | None,
         references: Sequence[Reference],
         sampling: SamplingParams,
         *,
@@ -68,9 +71,13 @@ class Utterance:
         self._profile = profile
         self._max_len = max_len
         self._frame_rate_hz = frame_rate_hz
-        self._references = tuple(references)
-        text = text if profile.keep_tags else strip_tags(text)
-        self._waiting = list(split_for_speech(text, profile.segment_bytes))
+        self._given = tuple(references)
+        self._voice: tuple[Reference, ...] = ()  # the first segment, once it stands in for a reference
+        self._more_to_come = text is None
+        self._waiting: list[str] = []
+        if text is not None:
+            text = text if profile.keep_tags else strip_tags(text)
+            self._waiting = split_for_speech(text, profile.segment_bytes)
         self._history: list[Reference] = []  # finished segments: their text and codes (C, T)
         self._cached_CT = np.zeros((prompter.num_codebooks + 1, 0), np.int32)
         self._text = ""
@@ -81,7 +88,27 @@ class Utterance:
         self._worst = FinishReason.STOP
         self.num_frames = 0
         self.finish_reason: FinishReason | None = None
-        self._next = self._prepare_segment()
+        self._next = self._prepare_segment() if self._waiting else None
+        self._between_segments = self._next is None
+
+    @property
+    def waits(self) -> bool:
+        """Whether all text so far is spoken, and more may come."""
+        return self._between_segments and self.finish_reason is None
+
+    def extend(self, segments: Sequence[str], *, last: bool = False) -> None:
+        """More text, as segments that fit a prompt each; with `last` no more follows. Raises PromptTooLong."""
+        if self.finish_reason is not None:
+            return  # a limit came first
+        self._waiting += segments
+        self._more_to_come = not last
+        if not self._between_segments:
+            return
+        if self._waiting:
+            self._next = self._prepare_segment()
+            self._between_segments = False
+        elif last:
+            self._finish()
 
     def next_prompt(self) -> Prompt | None:
         """The prompt of the segment to speak now; None once the request is finished."""
@@ -99,13 +126,18 @@ class Utterance:
                 self._worst = self._limit_reason
         self._end_segment(last_frame_cached=is_end)
         out_of_frames = self._frames_left() <= 0
-        if self._waiting and not out_of_frames:
-            self._next = self._prepare_segment()
+        text_left = bool(self._waiting) or self._more_to_come
+        if text_left and not out_of_frames:
+            self._next = self._prepare_segment() if self._waiting else None
+            self._between_segments = self._next is None
             return Accepted(keep=not is_end, segment_done=True)
-        if out_of_frames and self._waiting:
+        if out_of_frames and text_left:
             self._worst = FinishReason.LENGTH
-        self.finish_reason = FinishReason.EMPTY if self.num_frames == 0 else self._worst
+        self._finish()
         return Accepted(keep=not is_end, segment_done=True, finish_reason=self.finish_reason)
+
+    def _finish(self) -> None:
+        self.finish_reason = FinishReason.EMPTY if self.num_frames == 0 else self._worst
 
     def _frames_left(self) -> float:
         limit = self.sampling.max_frames
@@ -133,23 +165,37 @@ class Utterance:
         return Prompt(prompt_CT[:, known:], known, self.num_frames)
 
     def _fit(self, wanted: int) -> np.ndarray:
-        """The prompt with as much history as leaves room for `wanted` frames; the oldest segments go first."""
-        references, history = self._references, list(self._history)
-        while True:
-            prompt_CT = self._prompter.prompt(references, history, self._text)
-            if prompt_CT.shape[1] + wanted <= self._max_len:
-                return prompt_CT
-            if not history:
-                break
-            oldest = history.pop(0)
-            if not references and history:
-                references = (oldest,)  # with no reference, the first segment keeps the voice
+        """The prompt of this segment, with history where it leaves room for `wanted` frames."""
+        prompt_CT = self._columns(self._history)
+        if prompt_CT.shape[1] + wanted > self._max_len:
+            self._forget(wanted)
+            prompt_CT = self._columns(self._history)
         if prompt_CT.shape[1] + self._min_room(wanted) > self._max_len:
             raise PromptTooLong(
                 f"the prompt takes {prompt_CT.shape[1]} of {self._max_len} positions and leaves no room to speak: "
                 "use shorter references or a server with a larger --max-len"
             )
         return prompt_CT
+
+    def _forget(self, wanted: int) -> None:
+        """Drop history for good, oldest segments first, until it takes at most half of the room that it could have.
+
+        Half, so that the segments after this one fit again and find the prompt before theirs in the cache; dropping
+        just enough would have everything read anew for each of them. The first segment becomes the reference where
+        none was given, so that the voice stays; it goes too when it leaves this text no room to speak.
+        """
+        if not self._given and not self._voice and self._history:
+            self._voice = (self._history.pop(0),)
+        if self._columns(()).shape[1] + self._min_room(wanted) > self._max_len:
+            self._voice = ()
+        bare = self._columns(()).shape[1]
+        room = max(0, self._max_len - bare - wanted)
+        while self._history and self._columns(self._history).shape[1] - bare > room // 2:
+            self._history.pop(0)
+
+    def _columns(self, history: Sequence[Reference]) -> np.ndarray:
+        """The prompt (C+1, T) of this segment's text after `history`."""
+        return self._prompter.prompt(self._given or self._voice, history, self._text)
 
     def _min_room(self, wanted: int) -> int:
         return min(wanted, math.ceil(2 * self._frame_rate_hz))

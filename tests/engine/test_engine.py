@@ -10,9 +10,13 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from fishjax.engine import sampling, steps
 from fishjax.engine.engine import Engine
+from fishjax.engine.sampling import TOP_K_CAP
 from fishjax.engine.sampling_params import SamplingParams
+from fishjax.engine.state import StepInputs
 from fishjax.errors import InvalidRequest, PromptTooLong
+from fishjax.model.dual_ar import slice_head
 
 WILD = {"temperature": 1.3, "top_p": 0.95, "top_k": 30}
 
@@ -148,6 +152,38 @@ def test_the_cache_of_a_spoken_segment_is_a_prefix_of_the_next_prompt(engine, go
     np.testing.assert_array_equal(with_reuse, from_zero)
     engine.free(0)
     engine.free(2)
+
+
+@pytest.mark.parametrize("running", [[], [1]])
+def test_a_slot_that_does_not_run_never_asks_for_the_full_sort(engine, prompt, decode_with_seen_sorts, running):
+    """Slot 0 was sampled with a large top_k; freed or paused, it costs its neighbours nothing."""
+    decode, seen = decode_with_seen_sorts
+    engine.insert(engine.prefill(prompt(1), SamplingParams(top_k=200)), 0)
+    engine.insert(engine.prefill(prompt(2), SamplingParams(top_k=5)), 1)
+    for run, largest in (([0, *running], 65), (running, TOP_K_CAP)):
+        seen.clear()
+        run_B = np.isin(np.arange(4), run)
+        jax.block_until_ready(decode(engine._state, StepInputs(run_B, np.zeros(4, bool), np.zeros(4, bool))))
+        jax.effects_barrier()
+        assert max(seen) == largest
+    for slot in (0, 1):
+        engine.free(slot)
+
+
+@pytest.fixture(scope="module")
+def decode_with_seen_sorts(golden_model):
+    """The decode step, and a list of how many candidates each sort in it ordered; 65 are all there are."""
+    seen, rank = [], sampling.rank
+
+    def spying(logits_BN, num):
+        jax.debug.callback(lambda: seen.append(num))
+        return rank(logits_BN, num)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sampling, "rank", spying)
+        head = slice_head(golden_model, 422)
+        assert head.shape[0] == 65
+        yield steps.bind(golden_model, steps.decode_step, first=(head,)), seen
 
 
 def test_nothing_compiles_after_warmup(engine, prompt, compiles):

@@ -7,7 +7,7 @@ import pytest
 
 from fishjax.config import SpeechProfile
 from fishjax.engine.sampling_params import SamplingParams
-from fishjax.engine.utterance import FinishReason, Utterance
+from fishjax.engine.utterance import Accepted, FinishReason, Utterance
 from fishjax.errors import InvalidRequest, PromptTooLong
 from fishjax.text.prompt import Prompter, Reference
 from fishjax.text.tokenizer import Tokenizer
@@ -129,6 +129,37 @@ def test_history_that_does_not_fit_is_dropped_oldest_first_and_the_first_segment
     assert last.prefix_length >= at + 12  # and from then on they stay in the cache
 
 
+def test_dropping_history_makes_room_for_several_segments(make):
+    """Most prompts go on from the whole cache; the old segments go in lots, not one with every segment."""
+    text = " ".join(f"Sentence number {i} is said now." for i in range(30))
+    prompts = speak(make(text, segment_bytes=40, max_len=400, max_segment_frames=40), frames_per_segment=12)
+    assert len(prompts) == 30
+    held, anew = 0, []
+    for number, prompt in enumerate(prompts):
+        if prompt.prefix_length < held:
+            anew.append(number)
+        held = prompt.prefix_length + prompt.columns_CT.shape[1] + 12
+        assert prompt.prefix_length + prompt.columns_CT.shape[1] + 40 <= 400
+    assert len(anew) >= 3
+    assert min(np.diff(anew)) >= 3
+
+
+def test_the_first_segment_keeps_the_voice_of_a_second_one_that_has_no_room_for_history(make, prompter):
+    utterance = make(
+        "Sentence number one is said. And so is two.", segment_bytes=30, max_len=220, max_segment_frames=99
+    )
+    second = speak(utterance, frames_per_segment=50)[1]
+    first_frames = prompter.frame_columns(np.stack([frame(i) for i in range(50)], axis=1))
+    assert _find(second.columns_CT, first_frames) >= 0
+
+
+def test_a_first_segment_that_leaves_no_room_to_speak_is_dropped_not_refused(make):
+    text = "Short. " + "This sentence is much longer than the first one was, and it must be said all the same."
+    prompts = speak(make(text, segment_bytes=90, max_len=220, max_segment_frames=150), frames_per_segment=150)
+    assert len(prompts) == 2
+    assert not np.any(prompts[1].columns_CT[1:])
+
+
 def _find(columns_CT: np.ndarray, wanted_CT: np.ndarray) -> int:
     width = wanted_CT.shape[1]
     places = range(columns_CT.shape[1] - width + 1)
@@ -166,3 +197,60 @@ def test_tags_are_dropped_for_a_model_trained_without_them(make, prompter):
     dropped = make("hello [laugh] world", keep_tags=False).next_prompt().columns_CT
     np.testing.assert_array_equal(dropped, make("hello world").next_prompt().columns_CT)
     assert kept.shape[1] > dropped.shape[1]
+
+
+def end_segment(utterance: Utterance, frames: int):
+    """Speak the segment at hand; the last answer."""
+    for number in range(frames):
+        assert not utterance.accept(frame(number), is_end=False).segment_done
+    return utterance.accept(frame(0), is_end=True)
+
+
+def test_text_that_arrives_while_it_is_spoken_gives_the_prompts_of_the_whole_text(make):
+    first, second = "the first sentence is here", "and a second one"
+    whole = make(f"{first}. {second}.", segment_bytes=30)
+    live = make(None, segment_bytes=30)
+    assert live.waits
+    assert live.next_prompt() is None
+    live.extend([f"{first}."])
+    live.extend([f"{second}."])  # before the first is spoken, or after
+    late = make(None, segment_bytes=30)
+    late.extend([f"{first}."])
+    wanted = whole.next_prompt()
+    for utterance in (live, late):
+        np.testing.assert_array_equal(utterance.next_prompt().columns_CT, wanted.columns_CT)
+    assert end_segment(live, 3) == end_segment(whole, 3)
+    assert not late.waits
+    assert end_segment(late, 3) == Accepted(keep=False, segment_done=True)  # the request is not over
+    assert (live.waits, late.waits) == (False, True)
+    late.extend([f"{second}."])
+    assert not late.waits
+    wanted = whole.next_prompt()
+    for utterance in (live, late):
+        prompt = utterance.next_prompt()
+        np.testing.assert_array_equal(prompt.columns_CT, wanted.columns_CT)
+        assert (prompt.prefix_length, prompt.first_frame) == (wanted.prefix_length, wanted.first_frame)
+        assert prompt.prefix_length > 0
+    late.extend([], last=True)
+    assert end_segment(late, 2).finish_reason is FinishReason.STOP
+    end_segment(live, 2)
+    assert live.waits
+    live.extend([], last=True)
+    assert (live.waits, live.finish_reason) == (False, FinishReason.STOP)
+
+
+def test_text_that_never_came_is_empty(make):
+    utterance = make(None)
+    utterance.extend([], last=True)
+    assert utterance.finish_reason is FinishReason.EMPTY
+
+
+def test_a_limit_ends_text_that_is_still_arriving(make):
+    utterance = make(None, max_frames=2)
+    utterance.extend(["hello"])
+    utterance.next_prompt()
+    utterance.accept(frame(1), is_end=False)
+    assert utterance.accept(frame(2), is_end=False).finish_reason is FinishReason.LENGTH
+    utterance.extend(["more"])
+    assert utterance.next_prompt() is None
+    assert not utterance.waits
