@@ -7,14 +7,16 @@ The two public layouts (flat "dual_ar" of S1, nested "fish_qwen3_omni" of S2) bo
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar, get_args
 
 from fishjax.errors import WeightsError
 
 PromptLayout = Literal["chat", "interleave"]
+_Config = TypeVar("_Config")
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +37,8 @@ class TransformerConfig:
 
     def __post_init__(self):
         _positive(self, "num_layers", "dim", "num_heads", "num_kv_heads", "head_dim", "ffn_dim")
+        _real(self, "rope_base", "norm_eps")
+        _flag(self, "qkv_bias", "o_bias", "qk_norm")
         if self.num_heads % self.num_kv_heads:
             raise WeightsError(f"num_heads ({self.num_heads}) must be a multiple of num_kv_heads ({self.num_kv_heads})")
         if self.dim % self.num_heads:
@@ -67,6 +71,12 @@ class ModelConfig:
 
     def __post_init__(self):
         _positive(self, "vocab_size", "num_codebooks", "codebook_size", "max_seq_len")
+        _whole(self, "semantic_begin_id", "semantic_end_id")
+        _flag(self, "tie_word_embeddings", "scale_codebook_embeddings", "norm_fastlayer_input")
+        if self.prompt_layout not in get_args(PromptLayout):
+            raise WeightsError(
+                f"prompt_layout must be one of {', '.join(get_args(PromptLayout))}, not {self.prompt_layout!r}"
+            )
         if self.num_codebooks < 2:
             raise WeightsError(f"num_codebooks ({self.num_codebooks}) must be at least 2")
         if not 0 <= self.semantic_begin_id <= self.semantic_end_id < self.vocab_size:
@@ -90,12 +100,14 @@ class ModelConfig:
     @classmethod
     def from_file(cls, path: Path) -> ModelConfig:
         """From a `config.json`; a wrong file is a `WeightsError` that names it."""
-        return cls.from_dict(read_json(path))
+        return _from_file(path, cls.from_dict)
 
     @classmethod
     def _from_flat(cls, flat: dict[str, Any], *, layout: PromptLayout) -> ModelConfig:
         get = _reader({**_FLAT_DEFAULTS, **{k: v for k, v in flat.items() if v is not None}})
         num_heads, dim = get("n_head"), get("dim")
+        for name, value in (("n_head", num_heads), ("dim", dim)):
+            _check_whole(name, value, 1)
         num_kv_heads = get("n_local_heads")
         # An explicit null head_dim means dim / n_head; an absent one means the class default, 64.
         head_dim = dim // num_heads if flat.get("head_dim", 64) is None else get("head_dim")
@@ -106,11 +118,11 @@ class ModelConfig:
             num_kv_heads=num_heads if num_kv_heads == -1 else num_kv_heads,
             head_dim=head_dim,
             ffn_dim=flat.get("intermediate_size") or _default_ffn_dim(dim),
-            rope_base=float(get("rope_base")),
-            norm_eps=float(get("norm_eps")),
-            qkv_bias=bool(get("attention_qkv_bias")),
-            o_bias=bool(get("attention_o_bias")),
-            qk_norm=bool(get("attention_qk_norm")),
+            rope_base=get("rope_base"),
+            norm_eps=get("norm_eps"),
+            qkv_bias=get("attention_qkv_bias"),
+            o_bias=get("attention_o_bias"),
+            qk_norm=get("attention_qk_norm"),
         )
 
         def fast_or_slow(name: str, inherited: Any) -> Any:
@@ -139,9 +151,9 @@ class ModelConfig:
             semantic_begin_id=get("semantic_begin_id"),
             semantic_end_id=get("semantic_end_id"),
             max_seq_len=get("max_seq_len"),
-            tie_word_embeddings=bool(get("tie_word_embeddings")),
-            scale_codebook_embeddings=bool(get("scale_codebook_embeddings")),
-            norm_fastlayer_input=bool(get("norm_fastlayer_input")),
+            tie_word_embeddings=get("tie_word_embeddings"),
+            scale_codebook_embeddings=get("scale_codebook_embeddings"),
+            norm_fastlayer_input=get("norm_fastlayer_input"),
             prompt_layout=layout,
         )
 
@@ -158,6 +170,10 @@ class CodecTransformerConfig:
     window: int
     norm_eps: float = 1e-5
     rope_base: float = 10000.0
+
+    def __post_init__(self):
+        _positive(self, "num_layers", "dim", "num_heads", "head_dim", "ffn_dim", "window")
+        _real(self, "norm_eps", "rope_base")
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,7 +201,13 @@ class CodecConfig:
     )
 
     def __post_init__(self):
-        _positive(self, "sample_rate_hz", "encoder_dim", "decoder_dim", "latent_dim", "codebook_dim")
+        _positive(
+            self, "sample_rate_hz", "encoder_dim", "encoder_window", "encoder_head_dim", "decoder_dim", "latent_dim"
+        )
+        _positive(self, "semantic_codebook_size", "residual_codebook_size", "num_residual_codebooks", "codebook_dim")
+        for name in ("encoder_rates", "decoder_rates", "downsample_factors"):
+            _whole_numbers(self, name, 1)
+        _whole_numbers(self, "encoder_transformer_layers", 0)
         if len(self.encoder_transformer_layers) != len(self.encoder_rates):
             raise WeightsError("encoder_transformer_layers needs one entry per encoder rate")
         if _product(self.encoder_rates) != _product(self.decoder_rates):
@@ -226,23 +248,25 @@ class CodecConfig:
     def from_dict(cls, raw: Mapping[str, Any]) -> CodecConfig:
         """From a parsed codec `config.json`."""
         get = _reader(raw)
+        if not isinstance(get("module"), Mapping):
+            raise WeightsError(f"module must be an object, not {get('module')!r}")
         module = _reader(get("module"), prefix="module.")
         norm_eps, rope_base = raw.get("norm_eps", 1e-5), raw.get("rope_base", 10000.0)
         return cls(
             sample_rate_hz=get("sample_rate"),
             encoder_dim=get("encoder_dim"),
-            encoder_rates=tuple(get("encoder_rates")),
-            encoder_transformer_layers=tuple(get("encoder_transformer_layers")),
+            encoder_rates=_tuple(get("encoder_rates")),
+            encoder_transformer_layers=_tuple(get("encoder_transformer_layers")),
             encoder_window=raw.get("encoder_window", 512),
             encoder_head_dim=raw.get("general_head_dim", 64),
             decoder_dim=get("decoder_dim"),
-            decoder_rates=tuple(get("decoder_rates")),
+            decoder_rates=_tuple(get("decoder_rates")),
             latent_dim=get("latent"),
             semantic_codebook_size=get("semantic_codebook_size"),
             residual_codebook_size=get("codebook_size"),
             num_residual_codebooks=get("n_codebooks"),
             codebook_dim=get("codebook_dim"),
-            downsample_factors=tuple(get("downsample_factor")),
+            downsample_factors=_tuple(get("downsample_factor")),
             transformer=CodecTransformerConfig(
                 num_layers=module("n_layer"),
                 dim=module("dim"),
@@ -258,7 +282,7 @@ class CodecConfig:
     @classmethod
     def from_file(cls, path: Path) -> CodecConfig:
         """From a codec `config.json`; a wrong file is a `WeightsError` that names it."""
-        return cls.from_dict(read_json(path))
+        return _from_file(path, cls.from_dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,13 +298,33 @@ class SpeechProfile:
     max_reference_s: float = 30.0  # a reference clip is trimmed to this
     keep_tags: bool = True  # [laugh] and the like reach the model; False: it was trained without, they are dropped
 
+    def __post_init__(self):
+        _real(self, "temperature", below=2)
+        _real(self, "top_p", at_most=1)
+        _positive(self, "top_k", "segment_bytes", "max_segment_frames")
+        _real(self, "max_reference_s")
+        _flag(self, "keep_tags")
+        if self.max_history_segments is not None:
+            _whole(self, "max_history_segments")
+
+    @classmethod
+    def from_dict(cls, raw: Mapping[str, Any]) -> SpeechProfile:
+        """From a parsed `generation_config.json`. Unknown keys are ignored."""
+        return cls(**{f.name: raw[f.name] for f in fields(cls) if f.name in raw})
+
     @classmethod
     def from_file(cls, path: Path) -> SpeechProfile:
-        """From a `generation_config.json`; a file that is not there gives the defaults."""
-        if not path.exists():
-            return cls()
-        raw = read_json(path)
-        return cls(**{f.name: raw[f.name] for f in fields(cls) if f.name in raw})
+        """From a `generation_config.json`; one that is not there gives the defaults, a wrong one is a WeightsError."""
+        return _from_file(path, cls.from_dict) if path.exists() else cls()
+
+
+def _from_file(path: Path, parse: Callable[[Mapping[str, Any]], _Config]) -> _Config:
+    """`parse` of a JSON object; what is wrong in it is said with the file's name."""
+    raw = read_json(path)
+    try:
+        return parse(raw)
+    except WeightsError as error:
+        raise WeightsError(f"{path}: {error}") from error
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -354,14 +398,53 @@ def _product(values: tuple[int, ...]) -> int:
 def _reader(raw: Mapping[str, Any], prefix: str = ""):
     def get(name: str) -> Any:
         if name not in raw:
-            raise WeightsError(f"config.json has no field '{prefix}{name}'")
+            raise WeightsError(f"there is no field '{prefix}{name}'")
         return raw[name]
 
     return get
 
 
+def _tuple(value: Any) -> tuple[Any, ...]:
+    """A JSON list; anything else is left for the check of the field."""
+    return tuple(value) if isinstance(value, list) else (value,)
+
+
 def _positive(config: Any, *names: str) -> None:
     for name in names:
+        _check_whole(name, getattr(config, name), 1)
+
+
+def _whole(config: Any, *names: str) -> None:
+    for name in names:
+        _check_whole(name, getattr(config, name), 0)
+
+
+def _whole_numbers(config: Any, name: str, least: int) -> None:
+    for value in getattr(config, name):
+        _check_whole(f"each of {name}", value, least)
+
+
+def _check_whole(name: str, value: Any, least: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise WeightsError(f"{name} must be a whole number of at least {least}, not {value!r}")
+
+
+def _real(config: Any, *names: str, below: float = math.inf, at_most: float = math.inf) -> None:
+    for name in names:
         value = getattr(config, name)
-        if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
-            raise WeightsError(f"{name} must be a positive integer, not {value!r}")
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not (is_number and 0 < value < below and value <= at_most):
+            limit = (
+                f" and below {below:g}"
+                if below < math.inf
+                else f" and at most {at_most:g}"
+                if at_most < math.inf
+                else ""
+            )
+            raise WeightsError(f"{name} must be a number above 0{limit}, not {value!r}")
+
+
+def _flag(config: Any, *names: str) -> None:
+    for name in names:
+        if not isinstance(getattr(config, name), bool):
+            raise WeightsError(f"{name} must be true or false, not {getattr(config, name)!r}")

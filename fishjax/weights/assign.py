@@ -6,13 +6,14 @@ attribute names and list indices joined by dots, e.g. `slow.layers.0.attention.w
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
 from flax import nnx
 
 from fishjax.errors import WeightsError
+from fishjax.weights.files import FLOAT_TYPES
 
 _MAX_NAMED = 20
 
@@ -46,11 +47,22 @@ def assign(module: nnx.Module, arrays: Mapping[str, Any], *, source: str) -> Non
     nnx.update(module, nnx.from_flat_state(flat))
 
 
-def raise_if_wrong(source: str, *, missing: list[str], extra: list[str], misshapen: list[str]) -> None:
+def mistyped(tensors: Mapping[str, Any]) -> list[str]:
+    """Those of some named tensors (arrays or `StoredTensor`) that are not weights by their type, in words."""
+    return [
+        f"{name} is {tensor.dtype}, should be one of {', '.join(FLOAT_TYPES)}"
+        for name, tensor in sorted(tensors.items())
+        if str(tensor.dtype) not in FLOAT_TYPES
+    ]
+
+
+def raise_if_wrong(
+    source: str, *, missing: list[str], extra: list[str], misshapen: list[str], mistyped: Sequence[str] = ()
+) -> None:
     """One `WeightsError` for everything that is wrong with a set of tensors; nothing when all is well."""
     parts = [
         f"{len(names)} {kind}: {', '.join(names[:_MAX_NAMED])}{' ...' if len(names) > _MAX_NAMED else ''}"
-        for kind, names in (("missing", missing), ("extra", extra), ("misshapen", misshapen))
+        for kind, names in (("missing", missing), ("extra", extra), ("misshapen", misshapen), ("mistyped", mistyped))
         if names
     ]
     if parts:

@@ -27,7 +27,7 @@ from flax import nnx
 from fishjax.codec.codec import Codec
 from fishjax.codec.layers import CausalConv, CausalTransposedConv, Snake
 from fishjax.codec.quantizer import VectorQuantizer
-from fishjax.weights.assign import assign, parameters, raise_if_wrong
+from fishjax.weights.assign import assign, mistyped, parameters, raise_if_wrong
 
 _IGNORED_ENDINGS = ("freqs_cis", "causal_mask")
 _NORM_PAIRS = (
@@ -129,8 +129,7 @@ def fold_public(tensors: Mapping[str, Any]) -> dict[str, np.ndarray]:
 
     Half a pair is left under its own name, so that it is reported as extra and its weight as missing.
     """
-    named = {name.removeprefix("generator."): np.asarray(value) for name, value in tensors.items()}
-    named = {name: value for name, value in named.items() if not name.endswith(_IGNORED_ENDINGS)}
+    named = {name: np.asarray(value) for name, value in _without_buffers(tensors).items()}
     folded = dict(named)
     for g_ending, v_ending in _NORM_PAIRS:
         for name, g in named.items():
@@ -141,6 +140,11 @@ def fold_public(tensors: Mapping[str, Any]) -> dict[str, np.ndarray]:
             del folded[name], folded[stem + v_ending]
             folded[stem + ".weight"] = fold_weight_norm(g, v)
     return folded
+
+
+def _without_buffers(tensors: Mapping[str, Any]) -> dict[str, Any]:
+    named = {name.removeprefix("generator."): value for name, value in tensors.items()}
+    return {name: value for name, value in named.items() if not name.endswith(_IGNORED_ENDINGS)}
 
 
 def fold_weight_norm(g: np.ndarray, v: np.ndarray) -> np.ndarray:
@@ -165,6 +169,7 @@ def assign_public(codec: Codec, tensors: Mapping[str, Any], *, source: str) -> N
             for name, shape in sorted(shapes.items())
             if name in folded and tuple(folded[name].shape) != shape
         ],
+        mistyped=mistyped(_without_buffers(tensors)),
     )
     assign(codec, {name: rules[name].ours(value) for name, value in folded.items()}, source=source)
 

@@ -18,12 +18,17 @@ from safetensors import SafetensorError, safe_open
 from fishjax.config import read_json
 from fishjax.errors import WeightsError
 
+FLOAT_TYPES = ("float64", "float32", "float16", "bfloat16")
+"""Types that weights are published in; FP8 and whole numbers mean a quantised copy, whose scales nobody here knows."""
+_SAFETENSORS_TYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+
 
 @dataclass(frozen=True)
 class StoredTensor:
     """A tensor that is still on disk; `read()` (or NumPy, through `__array__`) brings it in."""
 
     shape: tuple[int, ...]
+    dtype: str  # NumPy's name of its type; for types that no weight has, the file's own
     read: Callable[[], np.ndarray]
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
@@ -54,10 +59,14 @@ def read_safetensors(path: Path) -> dict[str, StoredTensor]:
 
     try:
         with safe_open(path, framework="numpy") as file:
-            shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+            slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
+            kinds = {name: (tuple(part.get_shape()), part.get_dtype()) for name, part in slices.items()}
     except (OSError, SafetensorError) as error:
         raise WeightsError(f"cannot read {path}: {error}") from error
-    return {name: StoredTensor(shape, lambda name=name: read(name)) for name, shape in shapes.items()}
+    return {
+        name: StoredTensor(shape, _SAFETENSORS_TYPES.get(code, code), lambda name=name: read(name))
+        for name, (shape, code) in kinds.items()
+    }
 
 
 def read_pth(path: Path) -> dict[str, StoredTensor]:
@@ -82,15 +91,17 @@ def read_pth(path: Path) -> dict[str, StoredTensor]:
         return tensor.numpy()
 
     return {
-        name: StoredTensor(tuple(tensor.shape), lambda tensor=tensor: to_numpy(tensor))
+        name: StoredTensor(
+            tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), lambda tensor=tensor: to_numpy(tensor)
+        )
         for name, tensor in stored.items()
     }
 
 
 def _read_shards(index: Path) -> dict[str, StoredTensor]:
     weight_map = read_json(index).get("weight_map")
-    if not isinstance(weight_map, dict):
-        raise WeightsError(f"{index} has no 'weight_map'")
+    if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
+        raise WeightsError(f"{index} has no 'weight_map' from tensor names to file names")
     shards = {}
     for file_name in sorted(set(weight_map.values())):
         if Path(file_name).name != file_name:

@@ -20,7 +20,7 @@ from flax import nnx
 from fishjax.config import ModelConfig, read_json
 from fishjax.model.dual_ar import DualAR
 from fishjax.text.tokenizer import Tokenizer
-from fishjax.weights.assign import assign, parameters, raise_if_wrong
+from fishjax.weights.assign import assign, mistyped, parameters, raise_if_wrong
 from fishjax.weights.files import StoredTensor, read_checkpoint
 from fishjax.weights.names import layout_of, to_ours, to_public
 
@@ -76,6 +76,7 @@ def match_public(model: DualAR, tensors: Mapping[str, Any], *, source: str) -> d
             for path, shape in sorted(wanted.items())
             if path in ours and tuple(ours[path].shape) != shape
         ],
+        mistyped=mistyped({name: tensors[name] for names in sources.values() for name in names}),
     )
     return ours
 
@@ -98,7 +99,9 @@ def _joined(parts: list[Any]) -> Any:
     widths = {tuple(part.shape[1:]) for part in parts}
     rows = sum(part.shape[0] for part in parts) if all(len(part.shape) == 2 for part in parts) else -1
     shape = (rows, *widths.pop()) if len(widths) == 1 else (rows, -1)
-    return StoredTensor(shape, lambda: np.concatenate([np.asarray(part) for part in parts], axis=0))
+    return StoredTensor(
+        shape, str(parts[0].dtype), lambda: np.concatenate([np.asarray(part) for part in parts], axis=0)
+    )
 
 
 def _semantic_ids(folder: Path) -> tuple[int, ...]:

@@ -147,6 +147,21 @@ def test_an_index_may_not_point_outside_its_folder(golden, tmp_path):
         load_dual_ar(tmp_path)
 
 
+@pytest.mark.parametrize("dtype", [np.int32, bool, ml_dtypes.float8_e4m3fn])
+def test_tensors_that_are_no_weights_by_their_type_are_named(flat, dtype):
+    """Casting them would load, and speak noise."""
+    folder = flat(lambda t: t.update({"norm.weight": t["norm.weight"].astype(dtype)}))
+    with pytest.raises(WeightsError, match=r"1 mistyped: norm.weight is .*, should be one of float64, float32"):
+        load_dual_ar(folder)
+
+
+def test_an_index_must_map_names_to_files(golden, tmp_path):
+    (tmp_path / "config.json").write_bytes((golden / "dualar_tiny" / "s1_layout" / "config.json").read_bytes())
+    (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"a": 7}}')
+    with pytest.raises(WeightsError, match="no 'weight_map' from tensor names to file names"):
+        load_dual_ar(tmp_path)
+
+
 @pytest.mark.parametrize("damage", ["no weights", "cut", "no config"])
 def test_unreadable_folders_say_which_file(flat, damage):
     folder = flat(lambda t: None)
