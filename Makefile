@@ -31,7 +31,7 @@ test: $(VENV)/.ready ## lint, types, import rules and all tests that a CPU can r
 	@$(BIN)/python -m pytest
 
 bench: $(VENV)/.ready ## measure what this machine can measure
-	@$(BIN)/python -m fishjax.bench --help
+	@$(BIN)/python -m fishjax.bench kernels
 
 clean: ## remove .venv and what tests left behind
 	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis hello.wav

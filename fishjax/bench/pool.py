@@ -74,7 +74,7 @@ class Worker:
             line = self._line(since + self._limits_s[stage])
             if line is None:
                 self.kill()
-                raise WorkerDied(f"timed out after {self._limits_s[stage]:.0f} s in stage {stage!r}")
+                raise WorkerDied(f"timed out after {self._limits_s[stage]:g} s in stage {stage!r}")
             message = json.loads(line)
             if wanted in message:
                 return message[wanted]
