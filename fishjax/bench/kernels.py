@@ -118,8 +118,15 @@ class Run:
 
     def _done(self, task: Task, result: dict[str, Any]) -> None:
         with self._guard:
+            seconds = result.pop("stage_s", None)
             self._results.append((task, result))
-            line = {"case": task.case.key, "part": task.part, "options": task.options, "result": result}
+            line = {
+                "case": task.case.key,
+                "part": task.part,
+                "options": task.options,
+                "result": result,
+                "stage_s": seconds,
+            }
             self._journal.write(json.dumps(line) + "\n")
             self._journal.flush()
             print(self._progress(task, result), file=sys.stderr, flush=True)

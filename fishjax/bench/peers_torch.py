@@ -92,7 +92,7 @@ def _side(case: Case, part: str, m: int) -> tuple[Call, Callable[[], Any], Calla
         return (
             lambda x, w: function(x, *w),
             lambda: _bf16(m, width),
-            lambda: tuple(_bf16(*shape) * shape[1] ** -0.5 for shape in matrices),
+            lambda: tuple(_bf16(-(-N // 64) * 64, K) * K**-0.5 for N, K in matrices),
         )
     quantize_rows = torch.compile(_quantize_rows, dynamic=False)
     activate = torch.compile(_silu_and_quantize, dynamic=False)

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import ScaledKV
+from pallas_kernels.prepare import ROW_MULTIPLE
 from pallas_kernels.types import E4M3_MAX
 
 from .cases import Case
@@ -56,7 +57,9 @@ def _bf16_x(case: Case, seed: jax.Array) -> jax.Array:
 
 
 def _bf16_w(case: Case, seed: jax.Array) -> tuple[jax.Array, ...]:
-    return tuple(w.astype(jnp.bfloat16) for w in make_dense(case, seed))
+    if case.op == "decode_attention":
+        return tuple(c.astype(jnp.bfloat16) for c in make_dense(case, seed))
+    return tuple(_padded(w).astype(jnp.bfloat16) for w in make_dense(case, seed))
 
 
 def _fp8_x(case: Case, seed: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -64,7 +67,12 @@ def _fp8_x(case: Case, seed: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def _fp8_w(case: Case, seed: jax.Array) -> tuple[tuple[jax.Array, jax.Array], ...]:
-    return tuple(quantize_tensor(w) for w in make_dense(case, seed))
+    return tuple(quantize_tensor(_padded(w)) for w in make_dense(case, seed))
+
+
+def _padded(w_NK: jax.Array) -> jax.Array:
+    """Rows to a multiple of 64, as our own weights have them: the head's 4,097 would cost a peer its alignment."""
+    return jnp.pad(w_NK, ((0, -w_NK.shape[0] % ROW_MULTIPLE), (0, 0)))
 
 
 def quantize_tensor(x: jax.Array) -> tuple[jax.Array, jax.Array]:

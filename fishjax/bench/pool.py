@@ -56,6 +56,8 @@ class Worker:
         self._stdin, self._stdout = self._process.stdin, self._process.stdout
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._stdout, selectors.EVENT_READ)
+        self.stage_s: dict[str, float] = {}
+        """Seconds that the last task spent in each stage."""
         self.hello: dict[str, Any] = self._read("hello")
 
     def measure(self, task: Task) -> dict[str, Any]:
@@ -70,15 +72,17 @@ class Worker:
 
     def _read(self, wanted: str) -> dict[str, Any]:
         stage, since = ("start" if wanted == "hello" else "compile"), time.monotonic()
+        self.stage_s = {}
         while True:
             line = self._line(since + self._limits_s[stage])
             if line is None:
                 self.kill()
                 raise WorkerDied(f"timed out after {self._limits_s[stage]:g} s in stage {stage!r}")
-            message = json.loads(line)
+            message, now = json.loads(line), time.monotonic()
+            self.stage_s[stage] = round(self.stage_s.get(stage, 0.0) + now - since, 3)
             if wanted in message:
                 return message[wanted]
-            stage, since = message["stage"], time.monotonic()
+            stage, since = message["stage"], now
 
     def _line(self, deadline: float) -> bytes | None:
         while b"\n" not in self._buffer:
@@ -107,11 +111,15 @@ class Pool:
         self._command = command or [sys.executable, "-m", "fishjax.bench.worker", kind, str(lock_path)]
         self._log, self._limits_s = log, limits_s
         self._alive: set[Worker] = set()
+        self._idle: list[Worker] = []
         self._guard = threading.Lock()
         self.versions: dict[str, str] = {}
 
     def start(self) -> Worker:
-        """A fresh worker that has said hello."""
+        """A worker that has said hello: an idle one, else a fresh one."""
+        with self._guard:
+            if self._idle:
+                return self._idle.pop()
         worker = Worker(self._command, self._log, self._limits_s)
         self.versions = worker.hello.get("versions", {})
         with self._guard:
@@ -142,7 +150,7 @@ class Pool:
                     continue
                 try:
                     worker = worker or self.start()
-                    result = worker.measure(task)
+                    result = worker.measure(task) | {"stage_s": worker.stage_s}
                 except WorkerDied as error:
                     worker, result = None, {"reason": str(error), "failed": True}
                 done(task, result)
@@ -150,10 +158,9 @@ class Pool:
             self.give_back(worker)
 
     def give_back(self, worker: Worker) -> None:
-        """End a worker that is not needed any more."""
-        worker.kill()
+        """Keep a worker for who comes next."""
         with self._guard:
-            self._alive.discard(worker)
+            self._idle.append(worker)
 
     def kill(self) -> None:
         """End every worker."""

@@ -15,7 +15,7 @@ CHAIN_US = 2000.0
 COLD_BYTES = 2 * 60_000_000
 """Twice the L2: rotating over more than this finds every weight cold."""
 MIN_REPLAYS, MAX_REPLAYS = 20, 100
-WARM_S, MEASURE_S = 0.03, 0.1
+WARM_S, MEASURE_S = 0.05, 0.1
 METHOD = (
     f"host_us: wall clock of one blocked replay of a chain of at least {MIN_CALLS} calls, each ordered after the one "
     f"before, divided by the calls; median of at least {MIN_REPLAYS} replays; spread (p90 - p10) / median. JAX: one "

@@ -53,7 +53,8 @@ def test_a_hang_and_a_crash_cost_one_case_each(stubborn, tmp_path):
     results = run_pool(stubborn, [[Task(case(m), "kernel", "jax") for m in (1, 2, 3, 4)]])
     assert time.monotonic() - started < 30
     assert [m for m, _ in results] == [1, 2, 3, 4]
-    assert results[0][1] == {"host_us": 1} and results[3][1] == {"host_us": 4}
+    assert results[0][1]["host_us"] == 1 and results[3][1]["host_us"] == 4
+    assert set(results[0][1]["stage_s"]) == {"compile", "wait", "run"}
     assert results[1][1]["failed"] and "timed out after 0.5 s in stage 'run'" in results[1][1]["reason"]
     assert results[2][1]["failed"] and "exit code 7" in results[2][1]["reason"]
     with pytest.raises(ProcessLookupError):
