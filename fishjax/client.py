@@ -6,13 +6,17 @@
             play(chunk.samples, speech.header.sample_rate_hz)
         print(speech.summary.num_frames)
 
+Text that is still being written is spoken sentence by sentence (None among the pieces: speak what is there now):
+
+        speech = client.synthesize_live(language_model.pieces())
+
 Errors are the service's own: `grpc.RpcError`, whose `details()` is a sentence.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -98,10 +102,7 @@ class Client:
         """
         request = tts_pb2.SynthesizeRequest(
             text=text,
-            references=[
-                tts_pb2.Reference(audio=clip if isinstance(clip, bytes) else Path(clip).read_bytes(), transcript=words)
-                for clip, words in references
-            ],
+            references=_references(references),
             format=audio_format,
             priority=priority,
             sampling=tts_pb2.Sampling(
@@ -109,6 +110,45 @@ class Client:
             ),
         )
         return SpeechStream(self._tts.Synthesize(request, timeout=timeout_s))
+
+    def synthesize_live(
+        self,
+        pieces: Iterable[str | None],
+        *,
+        references: Sequence[tuple[bytes | os.PathLike[str], str]] = (),
+        audio_format: tts_pb2.AudioFormat = tts_pb2.PCM_S16LE,
+        priority: tts_pb2.Priority = tts_pb2.STANDARD,
+        temperature: float | None = None,
+        top_p: float | None = None,
+        top_k: int | None = None,
+        seed: int | None = None,
+        max_frames: int | None = None,
+        timeout_s: float | None = None,
+    ) -> SpeechStream:
+        """Speak text that arrives in pieces; returns at once. `pieces` is read in another thread, as the text comes.
+
+        Each sentence is spoken once the next one begins; None among the pieces speaks what is there. The other
+        arguments are those of `synthesize`.
+        """
+        start = tts_pb2.LiveStart(
+            references=_references(references),
+            format=audio_format,
+            priority=priority,
+            sampling=tts_pb2.Sampling(
+                temperature=temperature, top_p=top_p, top_k=top_k, seed=seed, max_frames=max_frames
+            ),
+        )
+
+        def messages() -> Iterator[tts_pb2.SynthesizeLiveRequest]:
+            yield tts_pb2.SynthesizeLiveRequest(start=start)
+            for piece in pieces:
+                if piece is None:
+                    yield tts_pb2.SynthesizeLiveRequest(flush=tts_pb2.LiveFlush())
+                else:
+                    yield tts_pb2.SynthesizeLiveRequest(text=piece)
+            yield tts_pb2.SynthesizeLiveRequest(end=tts_pb2.LiveEnd())
+
+        return SpeechStream(self._tts.SynthesizeLive(messages(), timeout=timeout_s))
 
     def server_info(self, timeout_s: float = 10.0) -> tts_pb2.GetServerInfoResponse:
         """The server's model, limits and load. Raises grpc.RpcError."""
@@ -138,3 +178,10 @@ class Client:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _references(clips: Sequence[tuple[bytes | os.PathLike[str], str]]) -> list[tts_pb2.Reference]:
+    return [
+        tts_pb2.Reference(audio=clip if isinstance(clip, bytes) else Path(clip).read_bytes(), transcript=words)
+        for clip, words in clips
+    ]

@@ -18,6 +18,7 @@ from fishjax.config import SpeechProfile
 from fishjax.engine.engine import Engine
 from fishjax.engine.sampling_params import SamplingParams
 from fishjax.engine.utterance import Utterance
+from fishjax.text.live import LiveText
 from fishjax.text.prompt import Prompter, Reference
 from fishjax.text.tokenizer import Tokenizer
 from fishjax.weights.model_folder import load_model
@@ -34,9 +35,12 @@ class SpeechModel:
     profile: SpeechProfile
 
     def utterance(
-        self, text: str, references: Sequence[Reference] = (), sampling: SamplingParams | None = None
+        self, text: str | None, references: Sequence[Reference] = (), sampling: SamplingParams | None = None
     ) -> Utterance:
-        """A request ready to be spoken. Raises InvalidRequest for blank text, PromptTooLong for too long a prompt."""
+        """A request ready to be spoken; with `text` None, its text comes by `extend`, cut by `live_text()`.
+
+        Raises InvalidRequest for blank text, PromptTooLong for too long a prompt.
+        """
         return Utterance(
             text,
             references,
@@ -46,6 +50,10 @@ class SpeechModel:
             max_len=self.engine.max_len,
             frame_rate_hz=self.engine.frame_rate_hz,
         )
+
+    def live_text(self) -> LiveText:
+        """Cuts text that arrives in pieces into segments for this model."""
+        return LiveText(self.profile.segment_bytes, keep_tags=self.profile.keep_tags)
 
     def reference(self, audio_T: np.ndarray, transcript: str) -> Reference:
         """A voice to speak with: mono float32 samples at the engine's rate, and what is said in them."""

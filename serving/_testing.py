@@ -15,6 +15,7 @@ import numpy as np
 
 from fishjax.engine.sampling_params import SamplingParams
 from fishjax.errors import InvalidRequest, PromptTooLong
+from fishjax.text.live import LiveText
 
 NUM_CODEBOOKS = 3
 
@@ -210,18 +211,34 @@ class FakeAccepted:
 class FakeUtterance:
     """Segments of so many frames, each prompt behind the frames before it. Checks that each frame is its own."""
 
-    def __init__(self, text: str, references: Sequence[str], sampling: SamplingParams):
+    def __init__(self, text: str | None, references: Sequence[str], sampling: SamplingParams):
         self.sampling = sampling
         self.references = tuple(references)
         self.num_frames = 0
         self.finish_reason: str | None = None
-        parts = [part.split() for part in text.split(".")]
-        if len(parts) > 1 and not parts[-1]:
-            parts.pop()
-        self._segments = [len(words) for words in parts]
+        self._segments = _lengths(text) if text is not None else []
+        self._more_to_come = text is None
         self._made = 0
         self._cached = 0
-        self._next: FakePrompt | None = self._prompt(1 + len(references))
+        self._next: FakePrompt | None = self._prompt(1 + len(references)) if self._segments else None
+
+    @property
+    def waits(self) -> bool:
+        """All text so far is spoken, and more may come."""
+        return not self._segments and self.finish_reason is None
+
+    def extend(self, segments: Sequence[str], *, last: bool = False) -> None:
+        """More text. "unpronounceable" is refused."""
+        if any("unpronounceable" in segment for segment in segments):
+            raise InvalidRequest("this text cannot be spoken")
+        waited = self.waits
+        self._segments += [length for segment in segments for length in _lengths(segment)]
+        self._more_to_come = not last
+        if waited and self._segments:
+            self._made = 0
+            self._next = self._prompt(1 if self._cached else 1 + len(self.references))
+        elif waited and last:
+            self.finish_reason = "stop" if self.num_frames else "empty"
 
     def next_prompt(self) -> FakePrompt | None:
         """The segment to speak now."""
@@ -245,6 +262,8 @@ class FakeUtterance:
             self._made = 0
             self._next = self._prompt(1)
             return FakeAccepted(False, True)
+        if self._more_to_come:
+            return FakeAccepted(False, True)
         self.finish_reason = "stop" if self.num_frames else "empty"
         return FakeAccepted(False, True, self.finish_reason)
 
@@ -254,6 +273,13 @@ class FakeUtterance:
         prompt = FakePrompt(columns_CT, self._cached, self.num_frames)
         self._cached += width
         return prompt
+
+
+def _lengths(text: str) -> list[int]:
+    parts = [part.split() for part in text.split(".")]
+    if len(parts) > 1 and not parts[-1]:
+        parts.pop()
+    return [len(words) for words in parts]
 
 
 @dataclass
@@ -275,9 +301,13 @@ class FakeSpeech:
             raise self.reference_fault
         return f"{transcript}:{audio_T.size}"
 
-    def utterance(self, text: str, references: Sequence[str], sampling: SamplingParams) -> FakeUtterance:
+    def live_text(self) -> LiveText:
+        """The real one."""
+        return LiveText(200)
+
+    def utterance(self, text: str | None, references: Sequence[str], sampling: SamplingParams) -> FakeUtterance:
         """Ready to be spoken."""
-        if "unpronounceable" in text:
+        if text is not None and "unpronounceable" in text:
             raise InvalidRequest("this text cannot be spoken")
         utterance = FakeUtterance(text, references, sampling)
         self.utterances.append(utterance)

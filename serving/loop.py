@@ -13,8 +13,9 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Generic, TypeVar
@@ -54,7 +55,7 @@ class _Request(Generic[MailboxT]):
 
 
 class SynthesisLoop(Generic[MailboxT]):
-    """Owns the engine. `reserve`, `submit`, `taken`, `cancel`, `run` and `drain` may be called from any thread.
+    """Owns the engine. All methods but `start` may be called from any thread.
 
     `deliver` gets, in the loop's thread, each step's events with the mailboxes of `submit`; `on_state` each new state.
     """
@@ -79,6 +80,7 @@ class SynthesisLoop(Generic[MailboxT]):
         self._state = LoopState.WARMING
         self._requests: dict[str, _Request[MailboxT]] = {}
         self._work: deque[tuple[Future[Any], Callable[[], Any]]] = deque()
+        self._texts: deque[tuple[str, Sequence[str], bool]] = deque()
         self._thread = threading.Thread(target=self._main, name="synthesis-loop", daemon=True)
 
     def start(self) -> None:
@@ -97,13 +99,22 @@ class SynthesisLoop(Generic[MailboxT]):
             self._scheduler.add(request_id, priority, deadline_s=deadline_s, ready=False)
 
     def submit(self, request_id: str, utterance: Utterance, mailbox: MailboxT) -> None:
-        """Let a reserved request have a slot; its events go to `mailbox`. Raises NotReady, DeadlineExceeded."""
+        """Let a reserved request, with its first prompt at hand, have a slot; its events go to `mailbox`.
+
+        Raises NotReady, Draining, DeadlineExceeded.
+        """
         with self._changed:
             if self._state not in (LoopState.SERVING, LoopState.DRAINING):
                 self._refuse_unless_serving()
             if not self._scheduler.make_ready(request_id):
                 raise DeadlineExceeded("the deadline passed before the request was ready for a slot")
             self._requests[request_id] = _Request(utterance, mailbox)
+            self._changed.notify()
+
+    def extend(self, request_id: str, segments: Sequence[str], *, last: bool) -> None:
+        """More text for a submitted request whose text arrives in pieces; with `last` no more follows."""
+        with self._changed:
+            self._texts.append((request_id, segments, last))
             self._changed.notify()
 
     def taken(self, request_id: str, num_frames: int) -> None:
@@ -186,14 +197,15 @@ class SynthesisLoop(Generic[MailboxT]):
                 self._settle(*previous)
             previous = (plan, pending) if pending is not None else None
             # Last, while the device makes the step: nobody's finished frame waits for it.
+            self._read_texts()
             self._do_one_piece_of_work()
 
     def _next_plan(self, *, wait: bool) -> Plan | None:
-        """The next plan; with `wait`, not before it, or a piece of work, has something to do. None: the end."""
+        """The next plan; with `wait`, not before it, a text or a piece of work has something to do. None: the end."""
         with self._changed:
             while self._state is not LoopState.STOPPED:
                 plan = self._scheduler.plan(self._clock(), held=self._held())
-                if plan or self._work or not wait:
+                if plan or self._work or self._texts or not wait:
                     return plan
                 self._changed.wait()
         return None
@@ -211,6 +223,43 @@ class SynthesisLoop(Generic[MailboxT]):
             future.set_exception(error)  # it belongs to whoever waits for the result
         else:
             future.set_result(result)
+
+    def _read_texts(self) -> None:
+        with self._changed:
+            texts, self._texts = self._texts, deque()
+        for request_id, segments, last in texts:
+            with self._changed:
+                request = self._requests.get(request_id)
+            if request is not None:
+                self._extend(request_id, request, segments, last)
+
+    def _extend(self, request_id: str, request: _Request[MailboxT], segments: Sequence[str], last: bool) -> None:
+        utterance = request.utterance
+        waited = utterance.waits
+        with self._its_own_fault(request_id):
+            utterance.extend(segments, last=last)
+        if not waited or utterance.waits:
+            return
+        with self._changed:
+            if request_id not in self._requests:
+                return
+            if utterance.finish_reason is None:
+                self._scheduler.wake(request_id)
+                return
+            self._scheduler.cancel(request_id)
+            del self._requests[request_id]
+        self._deliver([(request.mailbox, _finished(request))])
+
+    @contextmanager
+    def _its_own_fault(self, request_id: str) -> Iterator[None]:
+        """Errors of a request's text logic end that request: the device and everybody else are well."""
+        try:
+            yield
+        except FishjaxError as error:
+            self._end(request_id, error)
+        except Exception:
+            logger.exception("request %s: its next segment could not be prepared", request_id)
+            self._end(request_id, EngineFailed("the next part of the text could not be prepared"))
 
     def _held(self) -> set[str]:
         """Requests whose reader has let too much sound pile up: their slot pauses until it reads on."""
@@ -284,25 +333,20 @@ class SynthesisLoop(Generic[MailboxT]):
             if (request := self._find(placement)) is None:
                 continue
             slot, utterance = placement.slot, request.utterance
-            index = utterance.num_frames
-            try:
+            index, accepted = utterance.num_frames, None
+            with self._its_own_fault(placement.request_id):
                 accepted = utterance.accept(result.codes_BK[slot], bool(result.is_end_B[slot]))
-            except FishjaxError as error:
-                self._end(placement.request_id, error)
-                continue
-            except Exception:
-                # Plain Python about one text: the device and everybody else are well.
-                logger.exception("request %s: its next segment could not be prepared", placement.request_id)
-                self._end(placement.request_id, EngineFailed("the next part of the text could not be prepared"))
+            if accepted is None:
                 continue
             if accepted.keep:
                 # A copy: a row would keep the whole step alive while it waits for its reader.
                 deliveries.append((request.mailbox, Frame(index, result.audio_Bs[slot].copy())))
             over = accepted.finish_reason is not None
             if over:
-                reason = str(getattr(accepted.finish_reason, "value", accepted.finish_reason))
-                deliveries.append((request.mailbox, Finished(reason, utterance.num_frames, request.num_saves)))
-            outcomes[placement.request_id] = Outcome(accepted.keep, accepted.segment_done, over)
+                deliveries.append((request.mailbox, _finished(request)))
+            outcomes[placement.request_id] = Outcome(
+                sound=accepted.keep, segment_over=accepted.segment_done, waits=utterance.waits, request_over=over
+            )
         with self._changed:
             self._scheduler.apply(plan, outcomes, self._clock())
             for request_id, outcome in outcomes.items():
@@ -342,6 +386,7 @@ class SynthesisLoop(Generic[MailboxT]):
         with self._changed:
             requests, self._requests = self._requests, {}
             work, self._work = self._work, deque()
+            self._texts.clear()
             for request_id in self._scheduler.request_ids:
                 self._scheduler.cancel(request_id)
         for future, _ in work:
@@ -358,3 +403,9 @@ class SynthesisLoop(Generic[MailboxT]):
                 raise NotReady("the engine of this server has failed: try another server")
             case LoopState.DRAINING | LoopState.STOPPED:
                 raise Draining("the server is shutting down and takes no new requests: try another server")
+
+
+def _finished(request: _Request[Any]) -> Finished:
+    reason = request.utterance.finish_reason
+    assert reason is not None
+    return Finished(str(getattr(reason, "value", reason)), request.utterance.num_frames, request.num_saves)

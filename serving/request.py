@@ -26,10 +26,13 @@ class Clip:
 
 @dataclass(frozen=True, slots=True)
 class SpeechRequest:
-    """What a caller asked for, checked. Times are seconds of the server's monotonic clock."""
+    """What a caller asked for, checked; `text` is None where it arrives in pieces.
+
+    Times are seconds of the server's monotonic clock.
+    """
 
     request_id: str
-    text: str
+    text: str | None
     clips: tuple[Clip, ...]
     sampling: SamplingParams
     audio_format: AudioFormat

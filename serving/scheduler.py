@@ -21,6 +21,7 @@ The policy, whole:
 5. Reading prompts makes running streams wait. While a listener has little sound ahead (*thin*), one prompt is read a
    step instead of several, and none for BATCH; the next segments of running requests go by who runs dry first. Every
    listener is assumed to play, without a pause, from the first sound on.
+6. A request whose text has not all arrived may have nothing to speak: it keeps its slot and is *idle* until `wake`.
 """
 
 from __future__ import annotations
@@ -76,10 +77,14 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a frame was for its request: sound or not, and the last of its segment or of the request or neither."""
+    """What a frame was for its request: sound or not, and the last of its segment or of the request or neither.
+
+    `waits`: the next segment's text is not here yet.
+    """
 
     sound: bool = True
     segment_over: bool = False
+    waits: bool = False
     request_over: bool = False
 
 
@@ -92,8 +97,14 @@ class _Request:
     turn: int = 0
     started_s: float | None = None  # when it first got a slot
     needs_prompt: bool = True
+    idle: bool = False
     was_saved: bool = False
     dry_s: float = math.inf  # when a listener runs out of the sound made so far; inf: has not begun to listen
+
+    @property
+    def has_prompt(self) -> bool:
+        """Whether its slot can make a frame."""
+        return not self.needs_prompt and not self.idle
 
 
 class Scheduler:
@@ -184,6 +195,11 @@ class Scheduler:
             self._left.add(request.slot)
         return True
 
+    def wake(self, request_id: str) -> None:
+        """An idle request has something to speak again."""
+        request = self._requests[request_id]
+        request.idle, request.needs_prompt = False, True
+
     def plan(self, now_s: float, held: Collection[str] = ()) -> Plan:
         """The next step. Requests in `held` keep their slot and make no frame; saved ones among them keep waiting."""
         expired = tuple(name for name, request in self._requests.items() if _passed(request.deadline_s, now_s))
@@ -197,7 +213,7 @@ class Scheduler:
         resume = [name for name in resuming if self._requests[name].slot is not None]  # some may just be saved
         for request_id in (*start, *resume):
             self._requests[request_id].needs_prompt = False
-        run = [n for n in self.running_ids if n not in held and not self._requests[n].needs_prompt]
+        run = [name for name in self.running_ids if name not in held and self._requests[name].has_prompt]
         placed = self._place
         return Plan(now_s, expired, save, free, placed(start), placed(restore), placed(resume), placed(run))
 
@@ -222,12 +238,12 @@ class Scheduler:
                 self.cancel(placement.request_id)
             elif outcome.segment_over:
                 request.turn = next(self._turns)
-                request.needs_prompt = True
+                request.idle, request.needs_prompt = outcome.waits, not outcome.waits
 
     def _is_thin(self, request_id: str, now_s: float) -> bool:
-        """Whether a real listener has little sound ahead."""
+        """Whether a real listener has little sound ahead, and we are to blame."""
         request = self._requests[request_id]
-        return request.priority is not Priority.BATCH and request.dry_s - now_s < _THIN_S
+        return request.priority is not Priority.BATCH and not request.idle and request.dry_s - now_s < _THIN_S
 
     def _next_to_resume(self, limit: int, *, batch: bool) -> list[str]:
         """Running requests whose next segment's prompt is read now: those who run dry first, BATCH last."""
@@ -264,7 +280,7 @@ class Scheduler:
 
     def _next_in_line(self, held: Collection[str], *, batch: bool) -> str | None:
         def ready(priority: Priority) -> Iterator[str]:
-            return (name for name in self._queues[priority] if self._requests[name].ready and name not in held)
+            return (name for name in self._queues[priority] if self._may_sit(name) and name not in held)
 
         realtime, standard = next(ready(Priority.REALTIME), None), next(ready(Priority.STANDARD), None)
         if standard is not None and (realtime is None or self._overtakes >= _MAX_OVERTAKES):
@@ -278,6 +294,9 @@ class Scheduler:
         names = (name for name in ready(Priority.BATCH) if may_begin or self._requests[name].started_s is not None)
         return next(names, None)
 
+    def _may_sit(self, request_id: str) -> bool:
+        return self._requests[request_id].ready and not self._requests[request_id].idle
+
     def _count_overtaking(self, seated: Priority) -> None:
         if seated is Priority.STANDARD or not self._queues[Priority.STANDARD]:
             self._overtakes = 0
@@ -285,9 +304,10 @@ class Scheduler:
             self._overtakes += 1
 
     def _next_to_save(self, priority: Priority) -> str | None:
-        """Who in a slot gives way to `priority`: the request whose listener, if it has one, can wait longest."""
+        """Who in a slot gives way to `priority`: an idle request, else one whose listener can wait longest."""
+        requests = self._requests
         names = [name for name in self.running_ids if self._gives_way(name, priority)]
-        return max(names, key=lambda name: self._requests[name].dry_s, default=None)
+        return max(names, key=lambda name: (requests[name].idle, requests[name].dry_s), default=None)
 
     def _gives_way(self, request_id: str, priority: Priority) -> bool:
         return self._requests[request_id].priority is Priority.BATCH and priority is not Priority.BATCH

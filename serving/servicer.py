@@ -11,8 +11,9 @@ import dataclasses
 import logging
 import secrets
 import uuid
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Executor
+from contextlib import asynccontextmanager
 from typing import Any, NoReturn
 
 import grpc
@@ -78,6 +79,7 @@ _PRIORITIES = {
 }
 _FORMAT_TO_PROTO = {AudioFormat.PCM_S16LE: tts_pb2.PCM_S16LE, AudioFormat.WAV: tts_pb2.WAV}
 _NUM_CHANNELS = 1
+Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class TtsServicer(tts_pb2_grpc.TtsServicer):
@@ -97,35 +99,64 @@ class TtsServicer(tts_pb2_grpc.TtsServicer):
         self._config = config
         self._clock = clock
 
-    async def Synthesize(self, request: tts_pb2.SynthesizeRequest, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+    async def Synthesize(self, request: tts_pb2.SynthesizeRequest, context: Context) -> None:
         """Speak a text: header, audio messages, summary."""
-        request_id = uuid.uuid4().hex
-        with logs.request(request_id):
-            try:
-                await self._synthesize(request_id, request, context)
-            except asyncio.CancelledError:
-                logger.info("the caller went away")
-                raise
-            except FishjaxError as error:
-                await _abort(context, error)
-            except grpc.aio.AbortError:
-                raise
-            except Exception:
-                if context.cancelled():
-                    logger.info("the caller went away")  # in the middle of a write, which then fails
-                    return
-                logger.exception("a fault of the server")
-                sentence = f"a fault of the server; its log has it as request {request_id}"
-                await _say_goodbye(context, grpc.StatusCode.INTERNAL, sentence)
-
-    async def _synthesize(
-        self,
-        request_id: str,
-        message: tts_pb2.SynthesizeRequest,
-        context: grpc.aio.ServicerContext[Any, Any],
-    ) -> None:
         arrived_s = self._clock()
-        request = parse(message, request_id, arrived_s, context.time_remaining(), self._speech, self._config)
+        async with _answering(context) as request_id:
+            text = check_text(request.text, self._config)
+            await self._speak(self._parse(request, text, request_id, arrived_s, context), context)
+
+    async def SynthesizeLive(
+        self, request_iterator: AsyncIterator[tts_pb2.SynthesizeLiveRequest], context: Context
+    ) -> None:
+        """Speak a text that arrives in pieces."""
+        arrived_s = self._clock()
+        async with _answering(context) as request_id:
+            start = await self._next_piece(request_iterator)
+            if start is None or not start.HasField("start"):
+                raise InvalidRequest("the first message of SynthesizeLive must be 'start'")
+            request = self._parse(start.start, None, request_id, arrived_s, context)
+            await self._speak(request, context, self._pieces(request_iterator))
+
+    async def _pieces(self, messages: AsyncIterator[tts_pb2.SynthesizeLiveRequest]) -> AsyncIterator[str | None]:
+        """Text, or None for a flush, up to the end of the stream."""
+        while (message := await self._next_piece(messages)) is not None:
+            match message.WhichOneof("event"):
+                case "text":
+                    yield message.text
+                case "flush":
+                    yield None
+                case "end":
+                    return
+                case "start":
+                    raise InvalidRequest("'start' came twice: start a new call for a new speech")
+                case None:
+                    raise InvalidRequest("a message of SynthesizeLive is empty: send text, flush or end")
+
+    async def _next_piece(
+        self, messages: AsyncIterator[tts_pb2.SynthesizeLiveRequest]
+    ) -> tts_pb2.SynthesizeLiveRequest | None:
+        patience_s = self._config.max_live_pause_s
+        try:
+            async with asyncio.timeout(patience_s):
+                return await anext(messages, None)
+        except TimeoutError:
+            raise DeadlineExceeded(f"nothing came for {patience_s:g} s: end the call with its text") from None
+
+    def _parse(
+        self,
+        message: tts_pb2.SynthesizeRequest | tts_pb2.LiveStart,
+        text: str | None,
+        request_id: str,
+        arrived_s: float,
+        context: Context,
+    ) -> SpeechRequest:
+        return parse(message, text, request_id, arrived_s, context.time_remaining(), self._speech, self._config)
+
+    async def _speak(
+        self, request: SpeechRequest, context: Context, pieces: AsyncIterator[str | None] | None = None
+    ) -> None:
+        arrived_s = request.arrived_s
         engine = self._speech.engine
         encoder = StreamEncoder(request.audio_format, engine.sample_rate_hz)
         pace = ReaderPace(self._config.slow_reader_s, self._clock)
@@ -133,6 +164,8 @@ class TtsServicer(tts_pb2_grpc.TtsServicer):
         num_frames = 0
         async with Session(request, self._speech, self._loop, self._executor) as session:
             await pace.write(context.write(tts_pb2.SynthesizeResponse(header=self._header(request))), 0.0)
+            if pieces is not None:
+                session.read_text(pieces, self._config.max_text_bytes)
             async for sound in session.sound():
                 if sound.waited:
                     pace.caught_up()
@@ -180,7 +213,7 @@ class TtsServicer(tts_pb2_grpc.TtsServicer):
         )
 
     async def GetServerInfo(
-        self, request: tts_pb2.GetServerInfoRequest, context: grpc.aio.ServicerContext[Any, Any]
+        self, request: tts_pb2.GetServerInfoRequest, context: Context
     ) -> tts_pb2.GetServerInfoResponse:
         """The model, the limits and the load."""
         engine, config = self._speech.engine, self._config
@@ -211,38 +244,63 @@ class TtsServicer(tts_pb2_grpc.TtsServicer):
             max_batch_queue=config.max_batch_queue,
         )
 
-    async def SynthesizeLive(self, request_iterator: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
-        """Not built yet."""
-        await _not_built(context, "SynthesizeLive", "send the whole text with Synthesize")
-
-    async def CreateVoice(self, request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
+    async def CreateVoice(self, request: Any, context: Context) -> Any:
         """Not built yet."""
         await _not_built(context, "CreateVoice", "send the clips as references of Synthesize")
 
-    async def ListVoices(self, request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
+    async def ListVoices(self, request: Any, context: Context) -> Any:
         """Not built yet."""
         await _not_built(context, "ListVoices", "this server stores no voices")
 
-    async def DeleteVoice(self, request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
+    async def DeleteVoice(self, request: Any, context: Context) -> Any:
         """Not built yet."""
         await _not_built(context, "DeleteVoice", "this server stores no voices")
 
 
+@asynccontextmanager
+async def _answering(context: Context) -> AsyncIterator[str]:
+    """Give a call its request id; whatever is raised inside becomes the call's status."""
+    request_id = uuid.uuid4().hex
+    with logs.request(request_id):
+        try:
+            yield request_id
+        except asyncio.CancelledError:
+            logger.info("the caller went away")
+            raise
+        except FishjaxError as error:
+            await _abort(context, error)
+        except grpc.aio.AbortError:
+            raise
+        except Exception:
+            if context.cancelled():
+                logger.info("the caller went away")  # in the middle of a write, which then fails
+                return
+            logger.exception("a fault of the server")
+            sentence = f"a fault of the server; its log has it as request {request_id}"
+            await _say_goodbye(context, grpc.StatusCode.INTERNAL, sentence)
+
+
+def check_text(text: str, config: ServerConfig) -> str:
+    """The text as it came. Raises InvalidRequest if it is blank or too long."""
+    if not text.strip():
+        raise InvalidRequest("there is no text to speak: 'text' is empty or blank")
+    if (num_bytes := len(text.encode("utf-8"))) > config.max_text_bytes:
+        raise InvalidRequest(
+            f"the text has {num_bytes} bytes; the longest one may have {config.max_text_bytes}: send it in parts"
+        )
+    return text
+
+
 def parse(
-    message: tts_pb2.SynthesizeRequest,
+    message: tts_pb2.SynthesizeRequest | tts_pb2.LiveStart,
+    text: str | None,
     request_id: str,
     arrived_s: float,
     remaining_s: float | None,
     speech: Speech,
     config: ServerConfig,
 ) -> SpeechRequest:
-    """Check a request. Raises InvalidRequest or VoiceNotFound with a sentence for the caller."""
-    if not message.text.strip():
-        raise InvalidRequest("there is no text to speak: 'text' is empty or blank")
-    if (num_bytes := len(message.text.encode("utf-8"))) > config.max_text_bytes:
-        raise InvalidRequest(
-            f"the text has {num_bytes} bytes; the longest one may have {config.max_text_bytes}: send it in parts"
-        )
+    """Check everything but the text. Raises InvalidRequest or VoiceNotFound with a sentence for the caller."""
     if message.voice_id:
         raise VoiceNotFound("no voice with this voice_id is stored: leave it empty and send clips as references")
     if message.format not in FORMATS:
@@ -261,7 +319,7 @@ def parse(
             raise InvalidRequest(f"reference {number} has no transcript: say what is spoken in the clip")
     return SpeechRequest(
         request_id=request_id,
-        text=message.text,
+        text=text,
         clips=tuple(Clip(reference.audio, reference.transcript) for reference in message.references),
         sampling=_sampling(message.sampling, speech),
         audio_format=FORMATS[message.format],
@@ -283,12 +341,12 @@ def finish_reason_to_proto(finished: Finished) -> int:
     return tts_pb2.FinishReason.Value(f"FINISH_REASON_{finished.reason.upper()}")
 
 
-async def _not_built(context: grpc.aio.ServicerContext[Any, Any], rpc: str, instead: str) -> NoReturn:
+async def _not_built(context: Context, rpc: str, instead: str) -> NoReturn:
     await context.abort(grpc.StatusCode.UNIMPLEMENTED, f"{rpc} is not built yet: {instead}")
     raise AssertionError("abort raises")
 
 
-async def _abort(context: grpc.aio.ServicerContext[Any, Any], error: FishjaxError) -> None:
+async def _abort(context: Context, error: FishjaxError) -> None:
     code = STATUS[type(error)]
     metadata = ()
     if code is grpc.StatusCode.INTERNAL:
@@ -303,7 +361,7 @@ async def _abort(context: grpc.aio.ServicerContext[Any, Any], error: FishjaxErro
 
 
 async def _say_goodbye(
-    context: grpc.aio.ServicerContext[Any, Any],
+    context: Context,
     code: grpc.StatusCode,
     sentence: str,
     metadata: tuple[tuple[str, str], ...] = (),

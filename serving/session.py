@@ -2,12 +2,15 @@
 
     reserve a place -> decode clips (in a pool) -> encode them (in the loop's thread) -> submit -> Sound, Sound, ...
 
+Text that arrives in pieces is read by a task beside the sound (`read_text`); its first segment submits the request.
+
 Whatever way a session is left, its place or slot is given up at once.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from concurrent.futures import Executor
@@ -18,12 +21,13 @@ from typing import Any
 import numpy as np
 
 from fishjax.audio.read import read_reference
-from fishjax.errors import InvalidRequest, SlowReader
+from fishjax.errors import EngineFailed, FishjaxError, InvalidRequest, SlowReader
 
-from .contract import Speech
+from .contract import Speech, Utterance
 from .loop import SynthesisLoop
 from .request import Clip, Event, Failed, Finished, Frame, SpeechRequest, Started
 
+logger = logging.getLogger(__name__)
 MAX_FRAMES_PER_MESSAGE = 16
 
 
@@ -90,14 +94,17 @@ class Session:
         self._loop = loop
         self._executor = executor
         self._mailbox = Mailbox()
+        self._utterance: Utterance | None = None  # of a request that is not submitted yet
+        self._reader: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> Session:
         request = self._request
         self._loop.reserve(request.request_id, request.priority, deadline_s=request.deadline_s)
         try:
             references = [await self._reference(number, clip) for number, clip in enumerate(request.clips, start=1)]
-            utterance = await self._in_pool(self._speech.utterance, request.text, references, request.sampling)
-            self._loop.submit(request.request_id, utterance, self._mailbox)
+            self._utterance = await self._in_pool(self._speech.utterance, request.text, references, request.sampling)
+            if request.text is not None:
+                self._submit()
         except BaseException:
             self._loop.cancel(request.request_id)
             raise
@@ -105,6 +112,45 @@ class Session:
 
     async def __aexit__(self, *_: object) -> None:
         self._loop.cancel(self._request.request_id)
+        if self._reader is not None:
+            self._reader.cancel()
+
+    def read_text(self, pieces: AsyncIterator[str | None], max_bytes: int) -> None:
+        """Speak the text that `pieces` brings, until it ends; None among them means: what is there, now.
+
+        What goes wrong with it is raised by `sound()`: InvalidRequest for more than `max_bytes`, or no text at all.
+        """
+        self._reader = asyncio.create_task(self._read_text(pieces, max_bytes))
+
+    async def _read_text(self, pieces: AsyncIterator[str | None], max_bytes: int) -> None:
+        live, num_bytes = self._speech.live_text(), 0
+        try:
+            async for piece in pieces:
+                num_bytes += len((piece or "").encode("utf-8"))
+                if num_bytes > max_bytes:
+                    raise InvalidRequest(f"the text has more than {max_bytes} bytes: start a new call for the rest")
+                await self._say(live.flush() if piece is None else await self._in_pool(live.feed, piece), last=False)
+            await self._say(live.flush(), last=True)
+            if self._utterance is not None:
+                raise InvalidRequest("there is no text to speak: all of it was empty or blank")
+        except FishjaxError as error:
+            self._mailbox.put(Failed(error))
+        except Exception:
+            logger.exception("the text could not be read")
+            self._mailbox.put(Failed(EngineFailed("the text could not be read")))
+
+    async def _say(self, segments: Sequence[str], *, last: bool) -> None:
+        if self._utterance is None:
+            if segments or last:
+                self._loop.extend(self._request.request_id, segments, last=last)
+        elif segments:
+            await self._in_pool(partial(self._utterance.extend, segments, last=last))
+            self._submit()
+
+    def _submit(self) -> None:
+        assert self._utterance is not None
+        self._loop.submit(self._request.request_id, self._utterance, self._mailbox)
+        self._utterance = None
 
     async def sound(self) -> AsyncIterator[Sound]:
         """All sound in order, as it is made. Raises what ended the request, if it did not end well."""

@@ -114,21 +114,40 @@ def strip_tags(text: str) -> str:
     return _TAG.sub(" ", text)
 
 
+def squeeze_spaces(text: str) -> str:
+    """Runs of spaces, tabs and newlines become one space; a no-break space by itself stays."""
+    return re.sub(r"\s+", lambda run: run[0] if _NO_BREAK.issuperset(run[0]) else " ", text)
+
+
+def has_sound(text: str) -> bool:
+    """Whether there is anything but spaces and invisible characters."""
+    return _VISIBLE.search(text) is not None
+
+
+def sentence_ends(text: str) -> list[tuple[int, bool]]:
+    """Where sentences end in `text`, whose spaces are squeezed: (place, whether it is beyond doubt), in order.
+
+    Beyond doubt is not a stop before a lower-case word, nor one like those of "p.m." and "3.".
+    """
+    ranks = _cut_ranks(text) if text else {}
+    return [(place, ranks[place] is _Rank.SENTENCE) for place in sorted(ranks) if ranks[place] >= _Rank.LOOSE_SENTENCE]
+
+
 def _turns(text: str) -> Iterator[tuple[str, str]]:
     """(speaker tag or "", what it says); turns with nothing to say are left out."""
     # Lone surrogates (from a broken JSON escape) have no UTF-8: they become U+FFFD.
     text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-    text = re.sub(r"\s+", lambda run: run[0] if _NO_BREAK.issuperset(run[0]) else " ", text)
+    text = squeeze_spaces(text)
     tags = ["", *SPEAKER_TAG.findall(text)]
     for tag, body in zip(tags, SPEAKER_TAG.split(text), strict=True):
-        if _VISIBLE.search(body):
+        if has_sound(body):
             # The original keeps a space behind the tag; before a tagless turn there is nothing to keep it for.
             yield (tag + " " if tag and body.startswith(" ") else tag), body.strip()
 
 
 def _cut_turn(tag: str, body: str, max_bytes: int) -> list[str]:
     pieces = _cut(body, max(1, max_bytes - _num_bytes(tag)))
-    return [tag + piece for piece in pieces if _VISIBLE.search(piece)]
+    return [tag + piece for piece in pieces if has_sound(piece)]
 
 
 def _cut(text: str, max_bytes: int) -> list[str]:

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from fishjax.engine.sampling_params import SamplingParams
-from fishjax.errors import DeadlineExceeded, Draining, EngineFailed, NotReady, PromptTooLong, QueueFull
+from fishjax.errors import DeadlineExceeded, Draining, EngineFailed, InvalidRequest, NotReady, PromptTooLong, QueueFull
 from serving._testing import FakeEngine, FakeSpeech, frame_level
 from serving.loop import LoopState, SynthesisLoop
 from serving.request import Failed, Finished, Frame, Started
@@ -38,10 +38,14 @@ class Harness:
         assert self.states.get(timeout=PATIENCE_S) is LoopState.SERVING
         return self
 
-    def ask(self, name, text, seed=0, deadline_s=None, max_frames=None, references=(), priority=Priority.STANDARD):
+    def ask(
+        self, name, text, seed=0, deadline_s=None, max_frames=None, references=(), priority=Priority.STANDARD, live=()
+    ):
         self.loop.reserve(name, priority, deadline_s=deadline_s)
         mailbox = queue.Queue()
         utterance = self.speech.utterance(text, references, SamplingParams(seed=seed, max_frames=max_frames))
+        if text is None:
+            utterance.extend(live)
         self.loop.submit(name, utterance, mailbox)
         return mailbox
 
@@ -189,6 +193,33 @@ def test_cancelling_what_is_saved_forgets_it(make):
     check_speech(listen(urgent), 3, 5)
     assert harness.loop._requests == {}
     assert harness.loop.load() == (0, 0)
+
+
+def test_text_that_arrives_late_continues_what_the_slot_holds(make):
+    harness = make(FakeEngine(num_slots=1)).start()
+    mailbox = harness.ask("a", None, seed=3, live=["x y."])
+    events = [mailbox.get(timeout=PATIENCE_S) for _ in range(3)]
+    harness.settle()
+    harness.loop.extend("a", ["z."], last=False)
+    harness.loop.extend("a", ["u v."], last=False)
+    events += [mailbox.get(timeout=PATIENCE_S) for _ in range(3)]
+    harness.settle()
+    assert harness.loop.load() == (1, 0)
+    harness.loop.extend("a", [], last=True)
+    check_speech(events + listen(mailbox), 3, 5)
+    prefills = [entry[1:] for entry in harness.engine.trace if entry[0] == "prefill"]
+    assert prefills == [(0, 1, 0), (3, 1, 2), (5, 1, 3)]
+    assert harness.loop.load() == (0, 0)
+    check_speech(listen(harness.ask("b", "x", seed=1)), 1, 1)
+
+
+def test_text_that_cannot_be_spoken_ends_its_request_only(make):
+    harness = make().start()
+    mailbox = harness.ask("a", None, live=["x."])
+    harness.loop.extend("a", ["unpronounceable"], last=False)
+    assert isinstance(listen(mailbox)[-1].error, InvalidRequest)
+    harness.loop.extend("a", ["x."], last=True)  # for one that is gone
+    check_speech(listen(harness.ask("b", "x", seed=1)), 1, 1)
 
 
 @pytest.mark.parametrize("frames_first", [0, 1, 3])

@@ -13,6 +13,7 @@ from serving.scheduler import Outcome, Placement, Priority, Scheduler
 FRAME_S = 0.0464
 REALTIME, STANDARD, BATCH = Priority
 SOUND, SEGMENT, FINISHED = Outcome(), Outcome(segment_over=True), Outcome(segment_over=True, request_over=True)
+IDLE = Outcome(segment_over=True, waits=True)
 
 
 def test_arrival_order_and_lowest_slot():
@@ -309,6 +310,47 @@ def test_a_listener_who_ran_dry_hears_the_next_frame_from_its_arrival_on():
     assert len(scheduler.plan(5.0 + 4 * FRAME_S - 0.151).start) == 4
 
 
+def test_an_idle_request_keeps_its_slot_until_it_has_text_again():
+    scheduler = batch_scheduler()
+    scheduler.add("a")
+    plan, in_flight = scheduler.plan(0.0), scheduler.plan(0.0)
+    scheduler.apply(plan, {"a": IDLE}, 0.0)
+    assert not scheduler.is_current(in_flight.run[0])
+    scheduler.add("b")
+    for _ in range(3):
+        assert not scheduler.plan(0.0)
+    scheduler.wake("a")
+    plan = scheduler.plan(0.0)
+    assert ids(plan.resume) == ids(plan.run) == ["a"]
+
+
+def test_an_idle_request_of_batch_gives_way_first_and_comes_back_when_it_has_text():
+    scheduler = batch_scheduler(num_slots=2)
+    scheduler.add("busy", BATCH), scheduler.add("idle", BATCH)
+    plan = scheduler.plan(0.0)
+    scheduler.apply(plan, {"busy": SOUND, "idle": SOUND}, 0.0)
+    scheduler.apply(plan, {"busy": SOUND, "idle": IDLE}, 0.0)
+    scheduler.apply(plan, {"busy": SOUND}, 0.0)
+    scheduler.add("s")
+    plan = scheduler.plan(0.0)
+    assert ids(plan.save) == ["idle"]
+    scheduler.apply(plan, {"s": FINISHED}, 0.0)
+    assert scheduler.plan(0.0).restore == ()
+    scheduler.wake("idle")
+    assert ids(scheduler.plan(0.0).restore) == ["idle"]
+    assert ids(scheduler.plan(0.0).resume) == ["idle"]
+
+
+def test_silence_for_want_of_text_is_not_a_listener_running_dry():
+    scheduler = batch_scheduler(num_slots=8)
+    running(scheduler, ["a"], frames=1)
+    plan = scheduler.plan(0.0)
+    scheduler.apply(plan, {"a": IDLE}, 0.0)
+    for number in range(4):
+        scheduler.add(f"n{number}")
+    assert len(scheduler.plan(9.0).start) == 4
+
+
 def dry_times(scheduler, num_newcomers, *, step_s=0.01, prompt_s=0.03, num_steps=60):
     """Simulate a device: a step costs `step_s`, and `prompt_s` more for each prompt. How often listeners ran dry."""
     now_s, dry, heard_until = 0.0, 0, {}
@@ -349,6 +391,7 @@ class Life(RuleBasedStateMachine):
         self.alive: dict[str, str] = {}  # name -> preparing, waiting, running or saved
         self.priority: dict[str, Priority] = {}
         self.slot_of: dict[str, int] = {}
+        self.idle: set[str] = set()
         self.dirty: set[int] = set()
         self.in_flight = []
         self.count = 0
@@ -407,7 +450,8 @@ class Life(RuleBasedStateMachine):
         taken = {self.slot_of[name] for name in ids(plan.start) if self.priority[name] is not BATCH}
         assert {placement.slot for placement in plan.save} <= taken  # nobody gives way for nothing
         assert {p.request_id: p.slot for p in plan.run}.items() <= self.slot_of.items()
-        assert not set(ids(plan.run)) & held
+        assert not set(ids(plan.run)) & (held | self.idle)
+        assert not set(ids((*plan.resume, *plan.restore))) & self.idle
         assert len({p.slot for p in plan.run}) == len(plan.run)
         assert len(plan.start) + len(plan.restore) <= self.STARTS
         saved = sum(state == "saved" for state in self.alive.values())
@@ -424,7 +468,7 @@ class Life(RuleBasedStateMachine):
         plan = self.in_flight.pop(0)
         outcomes = {}
         for placement in plan.run:
-            outcome = data.draw(st.sampled_from([None, SOUND, FINISHED, SEGMENT]))
+            outcome = data.draw(st.sampled_from([None, SOUND, FINISHED, SEGMENT, IDLE]))
             if outcome is not None:
                 outcomes[placement.request_id] = outcome
         current = [p for p in plan.run if self.scheduler.is_current(p)]
@@ -432,11 +476,21 @@ class Life(RuleBasedStateMachine):
         for placement in current:
             if outcomes.get(placement.request_id) is FINISHED:
                 self._gone(placement.request_id)
-            elif outcomes.get(placement.request_id) is SEGMENT:
+            elif outcomes.get(placement.request_id) in (SEGMENT, IDLE):
                 assert not self.scheduler.is_current(placement)
+            if outcomes.get(placement.request_id) is IDLE:
+                self.idle.add(placement.request_id)
+
+    @precondition(lambda self: self.idle)
+    @rule(data=st.data())
+    def wake(self, data):
+        name = data.draw(st.sampled_from(sorted(self.idle)))
+        self.scheduler.wake(name)
+        self.idle.remove(name)
 
     def _gone(self, name):
         del self.alive[name]
+        self.idle.discard(name)
         if name in self.slot_of:
             self.dirty.add(self.slot_of.pop(name))
 
@@ -468,7 +522,7 @@ def drive(scheduler, left, steps, arrivals=None):
                 segment_over = left[name][0] == 0
                 if segment_over:
                     left[name].pop(0)
-                outcomes[name] = Outcome(True, segment_over, not left[name])
+                outcomes[name] = Outcome(segment_over=segment_over, request_over=not left[name])
                 if not left[name]:
                     finished.append(name)
                     del left[name]

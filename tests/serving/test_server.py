@@ -480,7 +480,6 @@ async def test_rpcs_that_are_not_built_say_so(serve):
             "CreateVoice": running.tts.CreateVoice(tts_pb2.CreateVoiceRequest()),
             "ListVoices": running.tts.ListVoices(tts_pb2.ListVoicesRequest()),
             "DeleteVoice": running.tts.DeleteVoice(tts_pb2.DeleteVoiceRequest()),
-            "SynthesizeLive": running.tts.SynthesizeLive(iter([tts_pb2.SynthesizeLiveRequest()])).read(),
         }
         for name, call in calls.items():
             with pytest.raises(grpc.aio.AioRpcError) as caught:

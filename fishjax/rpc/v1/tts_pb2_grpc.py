@@ -77,7 +77,10 @@ class TtsServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def SynthesizeLive(self, request_iterator, context):
-        """Speaks text that arrives in pieces, as from a language model. Not built yet: UNIMPLEMENTED.
+        """Speaks text that arrives in pieces, as from a language model: start, then text and flush in any order, then end (or
+        the end of the request stream). A sentence is spoken as soon as the next one begins, in one voice and conversation;
+        where pieces begin and end does not matter. The call has its slot from its first sentence on, also while it waits
+        for text; one that sends nothing for a minute is ended: DEADLINE_EXCEEDED. Answers as Synthesize does.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
