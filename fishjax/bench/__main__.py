@@ -40,8 +40,12 @@ def kernels(
         int | None, typer.Option(help="Compiling processes [default: half the cores, at most 8]")
     ] = None,
     out: Annotated[Path | None, typer.Option(help="JSON file to write, beside a .jsonl journal and a .log")] = None,
-    freeze: Annotated[bool, typer.Option(help="Write fishjax/bench/baselines/<device>/kernels.json")] = False,
-    check: Annotated[bool, typer.Option("--check", help="Measure nothing: check --out, else the frozen files")] = False,
+    freeze: Annotated[
+        bool, typer.Option(help="Write fishjax/bench/baselines/<device>/kernels.json if all is well")
+    ] = False,
+    check: Annotated[
+        bool, typer.Option("--check", help="Measure nothing: check --out (and --freeze it), else the frozen files")
+    ] = False,
     tune: Annotated[
         bool, typer.Option("--tune", help="Time every config of the op; write its tuned/<device>.json")
     ] = False,
@@ -53,7 +57,7 @@ def kernels(
     from .kernels import Run, default_workers, make_document, make_tasks
 
     if check:
-        _check(out)
+        _check(out, freeze)
         return
     filters = {"ops": op, "shapes": shapes.split(",") if shapes else None, "rows": m, "n": n, "k": k}
     chosen = grid_of.select(grid_of.grid(), **filters)
@@ -61,6 +65,8 @@ def kernels(
     if fields:
         for case in chosen:
             ops.check_fields(case.op, fields)
+    if freeze and {case.key for case in chosen} != {case.key for case in grid_of.grid()}:
+        raise InvalidRequest("--freeze takes the whole grid: leave the filters out")
     run = Run(out, workers or default_workers(), budget)
     if tune:
         _tune(run, chosen, out)
@@ -73,11 +79,11 @@ def kernels(
     document = make_document(run.header(), chosen, results, backend)
     if out:
         out.write_text(json.dumps(document, indent=1) + "\n")
-    if freeze:
-        _freeze(document, chosen)
     _print_table(document)
     if json_output:
         print(json.dumps(document))
+    if freeze:
+        _freeze(document)
     if any(row.get("failed") or not row.get("correct", True) or row.get("overlapped") for row in document["rows"]):
         raise typer.Exit(1)
 
@@ -96,28 +102,33 @@ def _tune(run: Run, chosen: list[Case], out: Path | None) -> None:
         out.write_text(json.dumps({"header": run.header(), "tuned": choices}, indent=1) + "\n")
 
 
-def _freeze(document: dict, chosen: list[Case]) -> None:
-    from .cases import grid
-
-    if {case.key for case in chosen} != {case.key for case in grid()}:
-        raise InvalidRequest("--freeze takes the whole grid: leave the filters out")
+def _freeze(document: dict) -> None:
+    """Write the baseline of the document's device, if it passes the check; else exit 1."""
+    _fail_on_problems({"not frozen": document})
     path = BASELINES / document["header"]["device"] / "kernels.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(document, indent=1) + "\n")
     _say(f"frozen: {path}")
 
 
-def _check(out: Path | None) -> None:
-    from .cases import grid
-    from .check import problems
-
+def _check(out: Path | None, freeze: bool) -> None:
     paths = [out] if out else sorted(BASELINES.glob("*/kernels.json"))
     if not paths:
         raise InvalidRequest(f"nothing to check: {BASELINES} holds no kernels.json; name a file with --out")
-    found = [f"{path}: {problem}" for path in paths for problem in problems(json.loads(path.read_text()), grid())]
+    documents = {str(path): json.loads(path.read_text()) for path in paths}
+    _fail_on_problems(documents)
+    if freeze and out:
+        _freeze(documents[str(out)])
+
+
+def _fail_on_problems(documents: dict[str, dict]) -> None:
+    from .cases import grid
+    from .check import problems
+
+    found = [f"{name}: {problem}" for name, document in documents.items() for problem in problems(document, grid())]
     for problem in found:
         _say(problem)
-    _say(f"{len(paths)} files checked, {len(found)} problems")
+    _say(f"{len(documents)} files checked, {len(found)} problems")
     if found:
         raise typer.Exit(1)
 

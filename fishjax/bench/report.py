@@ -111,7 +111,7 @@ def rewrite(text: str, inner: str) -> str:
 
 
 def write_plots(folder: Path, baselines: Path = BASELINES) -> list[Path]:
-    """One PNG per device and op, time against the floor; needs matplotlib (ImportError without it)."""
+    """One PNG per device and op: time over rows, the floor dashed; needs matplotlib (ImportError without it)."""
     import matplotlib  # pyright: ignore[reportMissingImports]
 
     matplotlib.use("Agg")
@@ -121,16 +121,16 @@ def write_plots(folder: Path, baselines: Path = BASELINES) -> list[Path]:
     for path in sorted(baselines.glob("*/kernels.json")):
         document = json.loads(path.read_text())
         for op in OPS:
-            rows = [row for row in document["rows"] if row["op"] == op and row["host_us"] is not None]
-            if not rows:
+            if not (series := _series(document["rows"], op)):
                 continue
-            figure, axes = pyplot.subplots(figsize=(7, 5))
-            for label, points in _series(rows):
-                axes.plot([p["floor_us"] for p in points], [p["host_us"] for p in points], "o-", label=label)
-            ends = [min(row["floor_us"] for row in rows), max(row["host_us"] for row in rows)]
-            axes.plot(ends, ends, "k--", label="floor")
-            axes.set(xscale="log", yscale="log", xlabel="floor, us", ylabel="time of one call, us", title=op)
-            axes.legend(fontsize="small")
+            figure, axes = pyplot.subplots(figsize=(8, 5))
+            for label, rows in series.items():
+                m = [row["m"] for row in rows]
+                (line,) = axes.plot(m, [row["host_us"] for row in rows], "o-", label=label)
+                axes.plot(m, [row["floor_us"] for row in rows], "--", color=line.get_color())
+            axes.set_xscale("log", base=2)
+            axes.set(yscale="log", xlabel="m (rows; slots)", ylabel="us a call", title=f"{op}; dashed: floor")
+            axes.legend(fontsize="small", loc="center left", bbox_to_anchor=(1, 0.5))
             target = folder / f"{document['header']['device']}-{op}.png"
             figure.savefig(target, dpi=120, bbox_inches="tight")
             pyplot.close(figure)
@@ -138,8 +138,11 @@ def write_plots(folder: Path, baselines: Path = BASELINES) -> list[Path]:
     return paths
 
 
-def _series(rows: Iterable[dict[str, Any]]) -> list[tuple[str, list[dict[str, Any]]]]:
+def _series(rows: Iterable[dict[str, Any]], op: str) -> dict[str, list[dict[str, Any]]]:
+    """Measured rows by shape, one kind of input an op: the matmul alone, as published figures have it."""
+    kind = "quantized" if op == "block_scaled_matmul" else "bfloat16"
     series: dict[str, list[dict[str, Any]]] = {}
     for row in rows:
-        series.setdefault(f"{shape_label(row)}, {row['input']}", []).append(row)
-    return list(series.items())
+        if row["op"] == op and row["input"] == kind and row["host_us"] is not None:
+            series.setdefault(shape_label(row), []).append(row)
+    return series

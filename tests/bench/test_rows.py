@@ -98,13 +98,33 @@ def test_a_reason_is_enough_for_a_kernel_that_cannot_run(results):
     assert problems(change(results, "kernel", **fields)) == []
 
 
-def test_the_check_command(results, tmp_path):
+def test_the_check_command(results, tmp_path, monkeypatch):
+    monkeypatch.setattr(command_line, "BASELINES", tmp_path / "baselines")
+    frozen = tmp_path / "baselines" / "nvidia-h200" / "kernels.json"
     path = tmp_path / "k.json"
     path.write_text(json.dumps(document(results)))
     assert runner.invoke(command_line.app, ["kernels", "--check", "--out", str(path)]).exit_code == 0
     path.write_text(json.dumps(document(results[1:])))
     failed = runner.invoke(command_line.app, ["kernels", "--check", "--out", str(path)])
     assert failed.exit_code == 1 and "not measured" in failed.stderr
+    assert runner.invoke(command_line.app, ["kernels", "--check", "--freeze", "--out", str(path)]).exit_code == 1
+    assert not frozen.exists()
+    path.write_text(json.dumps(document(results)))
+    assert runner.invoke(command_line.app, ["kernels", "--check", "--freeze", "--out", str(path)]).exit_code == 0
+    assert json.loads(frozen.read_text()) == document(results) | {"header": json.loads(path.read_text())["header"]}
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["--op", "block_scaled_matmul", "--config", "width=3"], "no width"),
+        (["--freeze", "--m", "8"], "whole grid"),
+        (["--shapes", "nothing"], "no case"),
+    ],
+)
+def test_what_cannot_be_done_is_refused_before_anything_runs(options, says):
+    result = runner.invoke(command_line.app, ["kernels", *options])
+    assert says in str(result.exception)
 
 
 def test_the_tuner_takes_the_fastest_that_is_right(tmp_path, monkeypatch):
