@@ -86,6 +86,7 @@ class Client:
         self,
         text: str,
         *,
+        voice_id: str = "",
         references: Sequence[tuple[bytes | os.PathLike[str], str]] = (),
         audio_format: tts_pb2.AudioFormat = tts_pb2.PCM_S16LE,
         priority: tts_pb2.Priority = tts_pb2.STANDARD,
@@ -96,12 +97,14 @@ class Client:
         max_frames: int | None = None,
         timeout_s: float | None = None,
     ) -> SpeechStream:
-        """Speak `text`; returns at once. `references`: clips (a sound file's bytes, or its path) with their words.
+        """Speak `text`; returns at once.
 
+        `voice_id`: a stored voice. Or `references`: clips (a sound file's bytes, or its path) with their words.
         What is None takes the model's default; `timeout_s` limits the whole call, in seconds.
         """
         request = tts_pb2.SynthesizeRequest(
             text=text,
+            voice_id=voice_id,
             references=_references(references),
             format=audio_format,
             priority=priority,
@@ -115,6 +118,7 @@ class Client:
         self,
         pieces: Iterable[str | None],
         *,
+        voice_id: str = "",
         references: Sequence[tuple[bytes | os.PathLike[str], str]] = (),
         audio_format: tts_pb2.AudioFormat = tts_pb2.PCM_S16LE,
         priority: tts_pb2.Priority = tts_pb2.STANDARD,
@@ -131,6 +135,7 @@ class Client:
         arguments are those of `synthesize`.
         """
         start = tts_pb2.LiveStart(
+            voice_id=voice_id,
             references=_references(references),
             format=audio_format,
             priority=priority,
@@ -149,6 +154,24 @@ class Client:
             yield tts_pb2.SynthesizeLiveRequest(end=tts_pb2.LiveEnd())
 
         return SpeechStream(self._tts.SynthesizeLive(messages(), timeout=timeout_s))
+
+    def create_voice(
+        self,
+        references: Sequence[tuple[bytes | os.PathLike[str], str]],
+        voice_id: str = "",
+        timeout_s: float = 60.0,
+    ) -> tts_pb2.Voice:
+        """Store clips with their words as a voice, to be named in `synthesize`. Raises grpc.RpcError."""
+        request = tts_pb2.CreateVoiceRequest(voice_id=voice_id, references=_references(references))
+        return self._tts.CreateVoice(request, timeout=timeout_s).voice
+
+    def voices(self, timeout_s: float = 10.0) -> list[tts_pb2.Voice]:
+        """The stored voices, by name. Raises grpc.RpcError."""
+        return list(self._tts.ListVoices(tts_pb2.ListVoicesRequest(), timeout=timeout_s).voices)
+
+    def delete_voice(self, voice_id: str, timeout_s: float = 10.0) -> None:
+        """Forget a stored voice. Raises grpc.RpcError."""
+        self._tts.DeleteVoice(tts_pb2.DeleteVoiceRequest(voice_id=voice_id), timeout=timeout_s)
 
     def server_info(self, timeout_s: float = 10.0) -> tts_pb2.GetServerInfoResponse:
         """The server's model, limits and load. Raises grpc.RpcError."""

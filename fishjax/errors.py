@@ -21,6 +21,14 @@ class VoiceNotFound(FishjaxError):
     """No stored voice has this id."""
 
 
+class VoiceExists(FishjaxError):
+    """Another voice is stored under this id."""
+
+
+class VoicesFull(FishjaxError):
+    """The server stores as many voices as it may."""
+
+
 class QueueFull(FishjaxError):
     """The server has all the work it can hold; `retry_after_s` says when to try again (seconds)."""
 

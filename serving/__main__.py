@@ -51,6 +51,9 @@ def serve(
     slow_reader: Annotated[
         float, typer.Option(help="Seconds a caller may fall behind its speech before it is cut off", min=0.1)
     ] = _DEFAULT.slow_reader_s,
+    voices: Annotated[
+        Path | None, typer.Option(help="Folder of stored voices [default: none; voices go with the process]")
+    ] = None,
     log_level: Annotated[logs.Level, typer.Option(help="Least level to log", case_sensitive=False)] = logs.Level.INFO,
     log_json: Annotated[bool, typer.Option("--log-json", help="One JSON document a line")] = False,
 ) -> None:
@@ -59,6 +62,7 @@ def serve(
     config = ServerConfig(
         host=host,
         port=port,
+        voices=voices,
         max_queue=max_queue,
         max_batch_queue=max_batch_queue,
         drain_s=drain,

@@ -16,6 +16,7 @@ import numpy as np
 from fishjax.engine.sampling_params import SamplingParams
 from fishjax.errors import InvalidRequest, PromptTooLong
 from fishjax.text.live import LiveText
+from fishjax.text.prompt import Reference
 
 NUM_CODEBOOKS = 3
 
@@ -211,7 +212,7 @@ class FakeAccepted:
 class FakeUtterance:
     """Segments of so many frames, each prompt behind the frames before it. Checks that each frame is its own."""
 
-    def __init__(self, text: str | None, references: Sequence[str], sampling: SamplingParams):
+    def __init__(self, text: str | None, references: Sequence[Reference], sampling: SamplingParams):
         self.sampling = sampling
         self.references = tuple(references)
         self.num_frames = 0
@@ -294,18 +295,18 @@ class FakeSpeech:
         """Its own defaults."""
         return SamplingParams(0.7, 0.9, 20, seed)
 
-    def reference(self, audio_T: np.ndarray, transcript: str) -> str:
-        """Names what it was given."""
+    def reference(self, audio_T: np.ndarray, transcript: str) -> Reference:
+        """One frame, whose codes are the number of samples."""
         self.engine._note("reference", audio_T.size)
         if self.reference_fault is not None:
             raise self.reference_fault
-        return f"{transcript}:{audio_T.size}"
+        return Reference(transcript, np.full((NUM_CODEBOOKS, 1), audio_T.size, np.int32))
 
     def live_text(self) -> LiveText:
         """The real one."""
         return LiveText(200)
 
-    def utterance(self, text: str | None, references: Sequence[str], sampling: SamplingParams) -> FakeUtterance:
+    def utterance(self, text: str | None, references: Sequence[Reference], sampling: SamplingParams) -> FakeUtterance:
         """Ready to be spoken."""
         if text is not None and "unpronounceable" in text:
             raise InvalidRequest("this text cannot be spoken")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from fishjax.errors import InvalidRequest
 
@@ -13,6 +14,7 @@ class ServerConfig:
 
     host: str = "127.0.0.1"  # this machine only; 0.0.0.0 opens the server, without encryption, to the network
     port: int = 50051  # 0: a free one
+    voices: Path | None = None  # folder of stored voices; None: they are gone when the server ends
     max_queue: int = 64  # REALTIME requests that may wait for a slot, and as many STANDARD ones
     max_batch_queue: int = 256  # BATCH requests that may wait; those that gave their slot up come on top
     max_starts_per_step: int = 4  # prompts read between two frames: more would make running streams wait
@@ -23,6 +25,8 @@ class ServerConfig:
     failure_linger_s: float = 5.0  # seconds that a process whose engine failed still answers NOT_SERVING
     max_text_bytes: int = 65_536  # UTF-8
     max_references: int = 8
+    max_voices: int = 1000  # that may be stored
+    max_cached_bytes: int = 64 * 1024 * 1024  # of codes of reference clips, kept by content
     max_message_bytes: int = 32 * 1024 * 1024  # of a request; what the server sends is far smaller
     decode_threads: int = 2  # for reference clips and tokenising
 
@@ -35,6 +39,8 @@ class ServerConfig:
             ("max_starts_per_step", 1),
             ("max_text_bytes", 1),
             ("max_references", 0),
+            ("max_voices", 0),
+            ("max_cached_bytes", 0),
             ("max_message_bytes", 1024),
             ("decode_threads", 1),
         ):

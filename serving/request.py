@@ -12,6 +12,7 @@ import numpy as np
 from fishjax.audio.encode import AudioFormat
 from fishjax.engine.sampling_params import SamplingParams
 from fishjax.errors import FishjaxError
+from fishjax.text.prompt import Reference
 
 from .scheduler import Priority
 
@@ -34,6 +35,7 @@ class SpeechRequest:
     request_id: str
     text: str | None
     clips: tuple[Clip, ...]
+    voice: tuple[Reference, ...]  # of a stored voice, instead of clips
     sampling: SamplingParams
     audio_format: AudioFormat
     priority: Priority

@@ -22,9 +22,11 @@ from fishjax.rpc.v1 import tts_pb2, tts_pb2_grpc
 from .config import ServerConfig
 from .contract import Speech
 from .loop import LoopState, SynthesisLoop
+from .references import ReferenceReader
 from .scheduler import Scheduler
 from .servicer import TtsServicer
 from .session import Mailbox, deliver
+from .voices import VoiceStore
 
 logger = logging.getLogger(__name__)
 SERVICE_NAME = tts_pb2.DESCRIPTOR.services_by_name["Tts"].full_name
@@ -47,9 +49,13 @@ class Server:
         self._tasks: set[asyncio.Task[None]] = set()
         self._grpc: grpc.aio.Server | None = None
         self._loop: SynthesisLoop[Mailbox] | None = None
+        self._references: ReferenceReader | None = None
 
     async def start(self) -> None:
-        """Listen, and begin to warm up. Raises InvalidRequest when the address cannot be had."""
+        """Listen, and begin to warm up.
+
+        Raises InvalidRequest when the address cannot be had, WeightsError when the folder of voices is not in order.
+        """
         engine, config = self._speech.engine, self.config
         frame_s = engine.samples_per_frame / engine.sample_rate_hz
         aio = asyncio.get_running_loop()
@@ -78,7 +84,15 @@ class Server:
             ],
             maximum_concurrent_rpcs=engine.num_slots + 2 * config.max_queue + config.max_batch_queue + _OTHER_CALLS,
         )
-        servicer = TtsServicer(self._speech, self._loop, self._executor, config, self._clock)
+        voices = VoiceStore(
+            config.voices,
+            self._executor,
+            model_name=engine.model_name,
+            num_codebooks=engine.num_codebooks,
+            max_voices=config.max_voices,
+        )
+        self._references = ReferenceReader(self._speech, self._loop, self._executor, config.max_cached_bytes)
+        servicer = TtsServicer(self._speech, self._loop, self._executor, self._references, voices, config, self._clock)
         tts_pb2_grpc.add_TtsServicer_to_server(servicer, self._grpc)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._grpc)
         reflection.enable_server_reflection((SERVICE_NAME, health.SERVICE_NAME, reflection.SERVICE_NAME), self._grpc)

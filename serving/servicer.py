@@ -11,10 +11,10 @@ import dataclasses
 import logging
 import secrets
 import uuid
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Executor
 from contextlib import asynccontextmanager
-from typing import Any, NoReturn
+from typing import Any
 
 import grpc
 import grpc.aio
@@ -33,7 +33,9 @@ from fishjax.errors import (
     PromptTooLong,
     QueueFull,
     SlowReader,
+    VoiceExists,
     VoiceNotFound,
+    VoicesFull,
     WeightsError,
 )
 from fishjax.rpc.v1 import tts_pb2, tts_pb2_grpc
@@ -42,9 +44,11 @@ from . import logs
 from .config import ServerConfig
 from .contract import Speech
 from .loop import SynthesisLoop
+from .references import ReferenceReader
 from .request import Clip, Finished, SpeechRequest
 from .scheduler import Priority
 from .session import Mailbox, ReaderPace, Session
+from .voices import Voice, VoiceStore, check_voice_id, clips_digest
 
 logger = logging.getLogger(__name__)
 
@@ -53,6 +57,8 @@ STATUS: dict[type[FishjaxError], grpc.StatusCode] = {
     InvalidRequest: grpc.StatusCode.INVALID_ARGUMENT,
     PromptTooLong: grpc.StatusCode.INVALID_ARGUMENT,
     VoiceNotFound: grpc.StatusCode.NOT_FOUND,
+    VoiceExists: grpc.StatusCode.ALREADY_EXISTS,
+    VoicesFull: grpc.StatusCode.RESOURCE_EXHAUSTED,
     QueueFull: grpc.StatusCode.RESOURCE_EXHAUSTED,
     Draining: grpc.StatusCode.UNAVAILABLE,
     NotReady: grpc.StatusCode.UNAVAILABLE,
@@ -90,12 +96,16 @@ class TtsServicer(tts_pb2_grpc.TtsServicer):
         speech: Speech,
         loop: SynthesisLoop[Mailbox],
         executor: Executor,
+        references: ReferenceReader,
+        voices: VoiceStore,
         config: ServerConfig,
         clock: Callable[[], float],
     ):
         self._speech = speech
         self._loop = loop
         self._executor = executor
+        self._references = references
+        self._voices = voices
         self._config = config
         self._clock = clock
 
@@ -151,7 +161,8 @@ class TtsServicer(tts_pb2_grpc.TtsServicer):
         arrived_s: float,
         context: Context,
     ) -> SpeechRequest:
-        return parse(message, text, request_id, arrived_s, context.time_remaining(), self._speech, self._config)
+        remaining_s = context.time_remaining()
+        return parse(message, text, request_id, arrived_s, remaining_s, self._speech, self._voices, self._config)
 
     async def _speak(
         self, request: SpeechRequest, context: Context, pieces: AsyncIterator[str | None] | None = None
@@ -162,7 +173,7 @@ class TtsServicer(tts_pb2_grpc.TtsServicer):
         pace = ReaderPace(self._config.slow_reader_s, self._clock)
         first_audio_s = None
         num_frames = 0
-        async with Session(request, self._speech, self._loop, self._executor) as session:
+        async with Session(request, self._speech, self._loop, self._executor, self._references.read) as session:
             await pace.write(context.write(tts_pb2.SynthesizeResponse(header=self._header(request))), 0.0)
             if pieces is not None:
                 session.read_text(pieces, self._config.max_text_bytes)
@@ -242,19 +253,43 @@ class TtsServicer(tts_pb2_grpc.TtsServicer):
             max_references=config.max_references,
             max_message_bytes=config.max_message_bytes,
             max_batch_queue=config.max_batch_queue,
+            max_voices=config.max_voices,
         )
 
-    async def CreateVoice(self, request: Any, context: Context) -> Any:
-        """Not built yet."""
-        await _not_built(context, "CreateVoice", "send the clips as references of Synthesize")
+    async def CreateVoice(self, request: tts_pb2.CreateVoiceRequest, context: Context) -> tts_pb2.CreateVoiceResponse:
+        """Encode clips once, and store them."""
+        async with _answering(context):
+            clips = check_clips(request.references, self._config)
+            if not clips:
+                raise InvalidRequest("a voice needs at least one reference")
+            if request.voice_id:
+                check_voice_id(request.voice_id)
+            digest = await asyncio.get_running_loop().run_in_executor(self._executor, clips_digest, clips)
+            voice_id = request.voice_id or f"voice-{digest[:20]}"
+            if (voice := self._voices.find(voice_id, digest)) is None:
+                references = await self._references.read(clips)
+                voice = await self._voices.add(Voice(voice_id, digest, tuple(references)))
+            logger.info("voice %s: %d clips", voice.voice_id, len(voice.references))
+            return tts_pb2.CreateVoiceResponse(voice=self._voice_to_proto(voice))
+        return tts_pb2.CreateVoiceResponse()  # the caller went away
 
-    async def ListVoices(self, request: Any, context: Context) -> Any:
-        """Not built yet."""
-        await _not_built(context, "ListVoices", "this server stores no voices")
+    async def ListVoices(self, request: tts_pb2.ListVoicesRequest, context: Context) -> tts_pb2.ListVoicesResponse:
+        """All stored voices, by name."""
+        return tts_pb2.ListVoicesResponse(voices=[self._voice_to_proto(voice) for voice in self._voices.all()])
 
-    async def DeleteVoice(self, request: Any, context: Context) -> Any:
-        """Not built yet."""
-        await _not_built(context, "DeleteVoice", "this server stores no voices")
+    async def DeleteVoice(self, request: tts_pb2.DeleteVoiceRequest, context: Context) -> tts_pb2.DeleteVoiceResponse:
+        """Forget a voice."""
+        async with _answering(context):
+            await self._voices.delete(request.voice_id)
+            logger.info("voice %s: deleted", request.voice_id)
+        return tts_pb2.DeleteVoiceResponse()
+
+    def _voice_to_proto(self, voice: Voice) -> tts_pb2.Voice:
+        engine = self._speech.engine
+        return tts_pb2.Voice(
+            voice_id=voice.voice_id,
+            audio_seconds=voice.num_frames * engine.samples_per_frame / engine.sample_rate_hz,
+        )
 
 
 @asynccontextmanager
@@ -298,35 +333,40 @@ def parse(
     arrived_s: float,
     remaining_s: float | None,
     speech: Speech,
+    voices: VoiceStore,
     config: ServerConfig,
 ) -> SpeechRequest:
     """Check everything but the text. Raises InvalidRequest or VoiceNotFound with a sentence for the caller."""
-    if message.voice_id:
-        raise VoiceNotFound("no voice with this voice_id is stored: leave it empty and send clips as references")
+    if message.voice_id and message.references:
+        raise InvalidRequest("the request has a voice_id and references: send one or the other")
     if message.format not in FORMATS:
         names = " or ".join(audio_format.name for audio_format in AudioFormat)
         raise InvalidRequest(f"format {message.format} cannot be streamed: ask for {names}")
     if message.priority not in _PRIORITIES:
         raise InvalidRequest(f"priority {message.priority} is unknown: ask for REALTIME, STANDARD or BATCH")
-    if len(message.references) > config.max_references:
-        raise InvalidRequest(
-            f"the request has {len(message.references)} references; at most {config.max_references} can be used"
-        )
-    for number, reference in enumerate(message.references, start=1):
-        if not reference.audio:
-            raise InvalidRequest(f"reference {number} has no audio: send the bytes of a whole sound file")
-        if not reference.transcript.strip():
-            raise InvalidRequest(f"reference {number} has no transcript: say what is spoken in the clip")
     return SpeechRequest(
         request_id=request_id,
         text=text,
-        clips=tuple(Clip(reference.audio, reference.transcript) for reference in message.references),
+        clips=check_clips(message.references, config),
+        voice=voices.get(message.voice_id).references if message.voice_id else (),
         sampling=_sampling(message.sampling, speech),
         audio_format=FORMATS[message.format],
         priority=_PRIORITIES[message.priority],
         arrived_s=arrived_s,
         deadline_s=None if remaining_s is None else arrived_s + remaining_s,
     )
+
+
+def check_clips(references: Sequence[tts_pb2.Reference], config: ServerConfig) -> tuple[Clip, ...]:
+    """Reference clips, not decoded yet. Raises InvalidRequest."""
+    if len(references) > config.max_references:
+        raise InvalidRequest(f"there are {len(references)} references; at most {config.max_references} can be used")
+    for number, reference in enumerate(references, start=1):
+        if not reference.audio:
+            raise InvalidRequest(f"reference {number} has no audio: send the bytes of a whole sound file")
+        if not reference.transcript.strip():
+            raise InvalidRequest(f"reference {number} has no transcript: say what is spoken in the clip")
+    return tuple(Clip(reference.audio, reference.transcript) for reference in references)
 
 
 def _sampling(message: tts_pb2.Sampling, speech: Speech) -> SamplingParams:
@@ -339,11 +379,6 @@ def _sampling(message: tts_pb2.Sampling, speech: Speech) -> SamplingParams:
 def finish_reason_to_proto(finished: Finished) -> int:
     """The enum value of the same name."""
     return tts_pb2.FinishReason.Value(f"FINISH_REASON_{finished.reason.upper()}")
-
-
-async def _not_built(context: Context, rpc: str, instead: str) -> NoReturn:
-    await context.abort(grpc.StatusCode.UNIMPLEMENTED, f"{rpc} is not built yet: {instead}")
-    raise AssertionError("abort raises")
 
 
 async def _abort(context: Context, error: FishjaxError) -> None:

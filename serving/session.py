@@ -1,6 +1,6 @@
 """The asynchronous side of one request: prepare it, wait for its sound, let it go. Knows no protobuf.
 
-    reserve a place -> decode clips (in a pool) -> encode them (in the loop's thread) -> submit -> Sound, Sound, ...
+    reserve a place -> read its clips -> submit -> Sound, Sound, ...
 
 Text that arrives in pieces is read by a task beside the sound (`read_text`); its first segment submits the request.
 
@@ -20,8 +20,8 @@ from typing import Any
 
 import numpy as np
 
-from fishjax.audio.read import read_reference
 from fishjax.errors import EngineFailed, FishjaxError, InvalidRequest, SlowReader
+from fishjax.text.prompt import Reference
 
 from .contract import Speech, Utterance
 from .loop import SynthesisLoop
@@ -86,13 +86,21 @@ class Session:
     Entering raises QueueFull, Draining, NotReady, DeadlineExceeded, InvalidRequest or PromptTooLong.
     """
 
-    def __init__(self, request: SpeechRequest, speech: Speech, loop: SynthesisLoop[Mailbox], executor: Executor):
+    def __init__(
+        self,
+        request: SpeechRequest,
+        speech: Speech,
+        loop: SynthesisLoop[Mailbox],
+        executor: Executor,
+        read: Callable[[tuple[Clip, ...]], Awaitable[Sequence[Reference]]],
+    ):
         self.started_s: float | None = None  # when it got a slot
         self.finished: Finished | None = None  # once `sound()` is at its end
         self._request = request
         self._speech = speech
         self._loop = loop
         self._executor = executor
+        self._read = read
         self._mailbox = Mailbox()
         self._utterance: Utterance | None = None  # of a request that is not submitted yet
         self._reader: asyncio.Task[None] | None = None
@@ -101,7 +109,7 @@ class Session:
         request = self._request
         self._loop.reserve(request.request_id, request.priority, deadline_s=request.deadline_s)
         try:
-            references = [await self._reference(number, clip) for number, clip in enumerate(request.clips, start=1)]
+            references = request.voice or await self._read(request.clips)
             self._utterance = await self._in_pool(self._speech.utterance, request.text, references, request.sampling)
             if request.text is not None:
                 self._submit()
@@ -169,13 +177,6 @@ class Session:
                     return
                 case Failed(error):
                     raise error
-
-    async def _reference(self, number: int, clip: Clip) -> Any:
-        try:
-            audio_T = await self._in_pool(read_reference, clip.audio, self._speech.engine.sample_rate_hz)
-        except InvalidRequest as error:
-            raise InvalidRequest(f"reference {number}: {error}") from error
-        return await asyncio.wrap_future(self._loop.run(partial(self._speech.reference, audio_T, clip.transcript)))
 
     async def _in_pool(self, function: Callable[..., Any], *arguments: object) -> Any:
         return await asyncio.get_running_loop().run_in_executor(self._executor, function, *arguments)

@@ -215,7 +215,7 @@ class GetServerInfoRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetServerInfoResponse(_message.Message):
-    __slots__ = ("version", "model", "sample_rate_hz", "num_channels", "samples_per_frame", "num_codebooks", "num_slots", "max_len", "max_queue", "slots_busy", "queue_length", "formats", "default_sampling", "max_text_bytes", "max_references", "max_message_bytes", "max_batch_queue")
+    __slots__ = ("version", "model", "sample_rate_hz", "num_channels", "samples_per_frame", "num_codebooks", "num_slots", "max_len", "max_queue", "slots_busy", "queue_length", "formats", "default_sampling", "max_text_bytes", "max_references", "max_message_bytes", "max_batch_queue", "max_voices")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     SAMPLE_RATE_HZ_FIELD_NUMBER: _ClassVar[int]
@@ -233,6 +233,7 @@ class GetServerInfoResponse(_message.Message):
     MAX_REFERENCES_FIELD_NUMBER: _ClassVar[int]
     MAX_MESSAGE_BYTES_FIELD_NUMBER: _ClassVar[int]
     MAX_BATCH_QUEUE_FIELD_NUMBER: _ClassVar[int]
+    MAX_VOICES_FIELD_NUMBER: _ClassVar[int]
     version: str
     model: str
     sample_rate_hz: int
@@ -250,4 +251,5 @@ class GetServerInfoResponse(_message.Message):
     max_references: int
     max_message_bytes: int
     max_batch_queue: int
-    def __init__(self, version: _Optional[str] = ..., model: _Optional[str] = ..., sample_rate_hz: _Optional[int] = ..., num_channels: _Optional[int] = ..., samples_per_frame: _Optional[int] = ..., num_codebooks: _Optional[int] = ..., num_slots: _Optional[int] = ..., max_len: _Optional[int] = ..., max_queue: _Optional[int] = ..., slots_busy: _Optional[int] = ..., queue_length: _Optional[int] = ..., formats: _Optional[_Iterable[_Union[AudioFormat, str]]] = ..., default_sampling: _Optional[_Union[Sampling, _Mapping]] = ..., max_text_bytes: _Optional[int] = ..., max_references: _Optional[int] = ..., max_message_bytes: _Optional[int] = ..., max_batch_queue: _Optional[int] = ...) -> None: ...
+    max_voices: int
+    def __init__(self, version: _Optional[str] = ..., model: _Optional[str] = ..., sample_rate_hz: _Optional[int] = ..., num_channels: _Optional[int] = ..., samples_per_frame: _Optional[int] = ..., num_codebooks: _Optional[int] = ..., num_slots: _Optional[int] = ..., max_len: _Optional[int] = ..., max_queue: _Optional[int] = ..., slots_busy: _Optional[int] = ..., queue_length: _Optional[int] = ..., formats: _Optional[_Iterable[_Union[AudioFormat, str]]] = ..., default_sampling: _Optional[_Union[Sampling, _Mapping]] = ..., max_text_bytes: _Optional[int] = ..., max_references: _Optional[int] = ..., max_message_bytes: _Optional[int] = ..., max_batch_queue: _Optional[int] = ..., max_voices: _Optional[int] = ...) -> None: ...

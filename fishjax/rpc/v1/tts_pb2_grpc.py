@@ -87,21 +87,22 @@ class TtsServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def CreateVoice(self, request, context):
-        """Stores a voice on the server. Not built yet: UNIMPLEMENTED.
+        """Encodes clips once and stores them as a voice: speaking with it costs no decoding or encoding. The same clips under
+        the same name again are the same voice; other clips under a name that is taken are refused: ALREADY_EXISTS.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ListVoices(self, request, context):
-        """Lists the stored voices. Not built yet: UNIMPLEMENTED.
+        """Lists the stored voices, by name.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def DeleteVoice(self, request, context):
-        """Forgets a stored voice. Not built yet: UNIMPLEMENTED.
+        """Forgets a stored voice; requests that speak with it go on. NOT_FOUND if there is none.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -1,0 +1,268 @@
+"""Stored voices and the cache of clips: what is kept, for how long, and what is never read or encoded twice."""
+
+import asyncio
+import io
+from concurrent.futures import ThreadPoolExecutor
+
+import grpc
+import numpy as np
+import pytest
+import soundfile
+
+from fishjax.client import Client
+from fishjax.errors import InvalidRequest, VoiceExists, VoiceNotFound, VoicesFull, WeightsError
+from fishjax.rpc.v1 import tts_pb2
+from fishjax.text.prompt import Reference
+from serving.request import Clip
+from serving.voices import Voice, VoiceStore, check_voice_id, clips_digest
+
+PATIENCE_S = 60.0
+
+
+def clip(seconds=1.0, level=0.0, rate=22050) -> bytes:
+    buffer = io.BytesIO()
+    soundfile.write(buffer, np.full(round(seconds * rate), level, np.float32), rate, format="WAV")
+    return buffer.getvalue()
+
+
+def references(*clips):
+    return [tts_pb2.Reference(audio=audio, transcript=words) for audio, words in clips]
+
+
+def voice(name, level=0, words="hello"):
+    codes_KT = np.full((3, 5), level, np.int32)
+    return Voice(name, clips_digest([Clip(bytes([level]), words)]), (Reference(words, codes_KT),) * 2)
+
+
+@pytest.fixture
+def store():
+    with ThreadPoolExecutor(1) as executor:
+
+        def make(folder=None, model_name="fake", num_codebooks=3, max_voices=3):
+            return VoiceStore(
+                folder, executor, model_name=model_name, num_codebooks=num_codebooks, max_voices=max_voices
+            )
+
+        yield make
+
+
+async def test_what_is_stored_is_found_until_it_is_deleted(store):
+    voices = store()
+    for name in ("b", "a"):
+        await voices.add(voice(name))
+    assert [v.voice_id for v in voices.all()] == ["a", "b"]
+    assert voices.get("a").num_frames == 10
+    await voices.delete("a")
+    for missing in ("a", "", "../b"):
+        with pytest.raises(VoiceNotFound):
+            voices.get(missing)
+        with pytest.raises(VoiceNotFound):
+            await voices.delete(missing)
+    assert [v.voice_id for v in voices.all()] == ["b"]
+
+
+async def test_a_name_belongs_to_one_content(store):
+    voices = store(max_voices=1)
+    first = await voices.add(voice("a", 1))
+    assert await voices.add(voice("a", 1)) is first
+    with pytest.raises(VoiceExists, match="delete it first"):
+        await voices.add(voice("a", 2))
+    with pytest.raises(VoiceExists):
+        await voices.add(voice("a", 1, "other words"))
+    with pytest.raises(VoicesFull, match="1 voices are stored"):
+        await voices.add(voice("b", 1))
+
+
+async def test_a_folder_keeps_voices(store, tmp_path):
+    folder = tmp_path / "new" / "voices"
+    voices = store(folder)
+    await voices.add(voice("anna", 4, "Grüße"))
+    await voices.add(voice("bob", 5))
+    await voices.delete("bob")
+    assert [path.name for path in folder.iterdir()] == ["anna.safetensors"]
+    (folder / ".bob.safetensors.0a1b2c3d").write_bytes(b"half a voice")  # of a crash
+    again = store(folder)
+    assert [v.voice_id for v in again.all()] == ["anna"]
+    kept, first = again.get("anna"), voices.get("anna")
+    assert kept.digest == first.digest
+    assert [r.text for r in kept.references] == ["Grüße"] * 2
+    for a, b in zip(kept.references, first.references, strict=True):
+        np.testing.assert_array_equal(a.codes_KT, b.codes_KT)
+
+
+async def test_a_write_that_fails_leaves_nothing_behind(store, tmp_path, monkeypatch):
+    voices = store(tmp_path)
+
+    def full(_):
+        raise OSError("no space left")
+
+    monkeypatch.setattr("os.fsync", full)
+    with pytest.raises(OSError, match="no space"):
+        await voices.add(voice("a"))
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(VoiceNotFound):
+        voices.get("a")
+
+
+@pytest.mark.parametrize("data", [b"", b"not a voice"])
+def test_a_file_that_is_no_voice_is_named(store, tmp_path, data):
+    (tmp_path / "x.safetensors").write_bytes(data)
+    with pytest.raises(WeightsError, match=r"x\.safetensors in the folder of voices is not a voice") as caught:
+        store(tmp_path)
+    assert str(tmp_path) not in str(caught.value)
+
+
+async def test_a_voice_of_another_model_is_refused(store, tmp_path):
+    await store(tmp_path).add(voice("a"))
+    with pytest.raises(WeightsError, match="made with the model 'fake', this is 'other'"):
+        store(tmp_path, model_name="other")
+    with pytest.raises(WeightsError):
+        store(tmp_path, num_codebooks=10)
+
+
+@pytest.mark.parametrize("name", ["", "A", ".a", "a/b", "a.b", "a" * 65, "ä", "-a", "a\n"])
+def test_names_that_a_voice_cannot_have(name):
+    with pytest.raises(InvalidRequest, match="a-z, 0-9"):
+        check_voice_id(name)
+
+
+def test_the_digest_tells_sound_words_and_order_apart():
+    a, b = Clip(b"a", "x"), Clip(b"b", "y")
+    contents = [[a], [b], [a, b], [b, a], [Clip(b"a", "y")], [Clip(b"ax", "")], []]
+    assert len({clips_digest(content) for content in contents}) == len(contents)
+
+
+async def refused(call):
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await call
+    return caught.value
+
+
+async def speak(running, voice_id="", clips=(), text="one two", seed=1):
+    request = tts_pb2.SynthesizeRequest(
+        text=text, voice_id=voice_id, references=references(*clips), sampling=tts_pb2.Sampling(seed=seed)
+    )
+    answers = [answer async for answer in running.tts.Synthesize(request, timeout=PATIENCE_S)]
+    return b"".join(answer.audio.data for answer in answers)
+
+
+def num_encoded(running):
+    return [entry[0] for entry in running.engine.trace].count("reference")
+
+
+async def test_a_voice_is_encoded_once_and_spoken_with(serve):
+    clips = [(clip(1.0), "first"), (clip(0.5), "second")]
+    async with serve() as running:
+        create = tts_pb2.CreateVoiceRequest(voice_id="anna", references=references(*clips))
+        made = (await running.tts.CreateVoice(create)).voice
+        assert (made.voice_id, made.audio_seconds) == ("anna", pytest.approx(2 * 4 / 22050))
+        assert num_encoded(running) == 2
+        for _ in range(3):
+            await speak(running, "anna")
+            spoken = running.speech.utterances[-1].references
+            assert [(r.text, r.codes_KT[0, 0]) for r in spoken] == [("first", 22050), ("second", 11025)]
+        assert (await running.tts.CreateVoice(create)).voice == made
+        assert num_encoded(running) == 2
+        assert (await running.tts.GetServerInfo(tts_pb2.GetServerInfoRequest())).max_voices == 1000
+
+
+async def test_voices_by_name(serve):
+    async with serve(max_voices=2) as running:
+        create, delete = running.tts.CreateVoice, running.tts.DeleteVoice
+        one = references((clip(1.0), "one"))
+        nameless = (await create(tts_pb2.CreateVoiceRequest(references=one))).voice.voice_id
+        assert nameless.startswith("voice-")
+        assert (await create(tts_pb2.CreateVoiceRequest(references=one))).voice.voice_id == nameless
+        await create(tts_pb2.CreateVoiceRequest(voice_id="anna", references=one))
+        listed = await running.tts.ListVoices(tts_pb2.ListVoicesRequest())
+        assert [v.voice_id for v in listed.voices] == ["anna", nameless]
+        other = tts_pb2.CreateVoiceRequest(voice_id="anna", references=references((clip(0.5), "two")))
+        assert (await refused(create(other))).code() is grpc.StatusCode.ALREADY_EXISTS
+        third = tts_pb2.CreateVoiceRequest(voice_id="carl", references=one)
+        assert (await refused(create(third))).code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        await delete(tts_pb2.DeleteVoiceRequest(voice_id="anna"))
+        assert (await refused(delete(tts_pb2.DeleteVoiceRequest(voice_id="anna")))).code() is grpc.StatusCode.NOT_FOUND
+        assert (await refused(speak(running, "anna"))).code() is grpc.StatusCode.NOT_FOUND
+        await create(other)
+
+
+BAD = {
+    "no clips": (tts_pb2.CreateVoiceRequest(voice_id="a"), "at least one reference"),
+    "a path for a name": (
+        tts_pb2.CreateVoiceRequest(voice_id="../a", references=references((clip(), "x"))),
+        "cannot be used",
+    ),
+    "many clips": (tts_pb2.CreateVoiceRequest(references=references((clip(), "x")) * 9), "9 references"),
+    "no words": (tts_pb2.CreateVoiceRequest(references=references((clip(), " "))), "has no transcript"),
+    "no sound": (tts_pb2.CreateVoiceRequest(references=references((b"", "x"))), "has no audio"),
+    "noise": (
+        tts_pb2.CreateVoiceRequest(references=references((clip(), "x"), (b"noise", "x"))),
+        "reference 2: the reference audio (5 bytes) cannot be decoded",
+    ),
+    "a short clip": (tts_pb2.CreateVoiceRequest(references=references((clip(0.1), "x"))), "lasts 0.10 s"),
+    "a long clip": (tts_pb2.CreateVoiceRequest(references=references((clip(61, rate=8000), "x"))), "longer than 60"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+async def test_bad_voices_are_refused_with_a_sentence(serve, tmp_path, name):
+    message, sentence = BAD[name]
+    async with serve(voices=tmp_path) as running:
+        error = await refused(running.tts.CreateVoice(message))
+        assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert sentence in error.details()
+        assert list(tmp_path.iterdir()) == []
+
+
+async def test_a_clip_is_encoded_once_whatever_its_words(serve):
+    async with serve() as running:
+        await speak(running, clips=[(clip(1.0), "old words")])
+        await speak(running, clips=[(clip(1.0), "new words")])
+        assert [r.text for r in running.speech.utterances[-1].references] == ["new words"]
+        assert num_encoded(running) == 1
+        await speak(running, clips=[(clip(1.5), "new words")])
+        assert num_encoded(running) == 2
+        create = tts_pb2.CreateVoiceRequest(voice_id="anna", references=references((clip(1.5), "x")))
+        await running.tts.CreateVoice(create)
+        assert num_encoded(running) == 2
+
+
+async def test_many_clips_stay_within_the_budget(serve):
+    async with serve(max_cached_bytes=1000) as running:
+        reader = running.server._references
+        for number in range(20):
+            await speak(running, clips=[(clip(0.3 + 0.01 * number), "x")])
+            assert reader.num_bytes <= 1000
+        assert len(reader._codes) == 3  # 256 bytes and 12 bytes of codes each
+        before = num_encoded(running)
+        await speak(running, clips=[(clip(0.3 + 0.01 * 19), "x")])  # the latest is kept
+        assert num_encoded(running) == before
+        await speak(running, clips=[(clip(0.3), "x")])  # the oldest is not
+        assert num_encoded(running) == before + 1
+
+
+async def test_a_stored_voice_sounds_as_its_clips_do_and_outlives_the_server(serve_minnow, tmp_path):
+    rng = np.random.default_rng(0)
+    buffers = []
+    for _ in range(2):
+        buffer = io.BytesIO()
+        soundfile.write(buffer, 0.1 * rng.standard_normal(22050).astype(np.float32), 22050, format="FLAC")
+        buffers.append(buffer.getvalue())
+    text = "open the red door."
+    async with serve_minnow(voices=tmp_path) as running:
+        wanted = [await speak(running, clips=[(buffer, "close the gate")], text=text) for buffer in buffers]
+        assert wanted[0] != wanted[1]
+
+        def create():
+            with Client(running.server.address) as client:
+                for number, buffer in enumerate(buffers):
+                    client.create_voice([(buffer, "close the gate")], f"voice{number}")
+                client.create_voice([(buffers[0], "x")], "gone")
+                client.delete_voice("gone")
+                return [v.voice_id for v in client.voices()]
+
+        assert await asyncio.to_thread(create) == ["voice0", "voice1"]
+    async with serve_minnow(voices=tmp_path) as running:
+        # Alternating and at once, in whatever slot: each has its own.
+        heard = await asyncio.gather(*(speak(running, f"voice{number % 2}", text=text) for number in range(6)))
+        assert [data == wanted[number % 2] for number, data in enumerate(heard)] == [True] * 6
