@@ -126,5 +126,5 @@ def load(
     config = loaded.config
     speech = SpeechModel(engine, Prompter(tokenizer, config.num_codebooks, config.prompt_layout), loaded.profile)
     if warm:
-        engine.warmup(progress)
+        engine.warmup(progress and (lambda what: progress(f"compiling the {what}")))
     return speech

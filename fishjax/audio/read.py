@@ -7,6 +7,7 @@ at most MAX_REFERENCE_S seconds are ever decoded, however small the file is.
 from __future__ import annotations
 
 import io
+from dataclasses import dataclass
 
 import numpy as np
 import soundfile
@@ -21,8 +22,27 @@ _MIN_RATE_HZ, _MAX_RATE_HZ = 4_000, 384_000
 _BLOCK_SAMPLES = 65_536
 
 
+@dataclass(frozen=True, slots=True)
+class Clip:
+    """Mono float32 samples (T,) at the rate of the file they came from."""
+
+    audio_T: np.ndarray
+    sample_rate_hz: int
+
+    def at(self, sample_rate_hz: int) -> np.ndarray:
+        """The samples at another rate, float32 (T,)."""
+        if self.sample_rate_hz == sample_rate_hz:
+            return self.audio_T
+        return np.ascontiguousarray(soxr.resample(self.audio_T, self.sample_rate_hz, sample_rate_hz), np.float32)
+
+
 def read_reference(data: bytes, sample_rate_hz: int) -> np.ndarray:
-    """A whole WAV, FLAC, MP3 or OGG file -> float32 (T,) at `sample_rate_hz`, channels averaged.
+    """A whole sound file -> float32 (T,) at `sample_rate_hz`, channels averaged. Errors as in `decode`."""
+    return decode(data).at(sample_rate_hz)
+
+
+def decode(data: bytes) -> Clip:
+    """A whole WAV, FLAC, MP3 or OGG file, channels averaged.
 
     Raises InvalidRequest for bytes that are no sound file, a clip shorter than 0.2 s or longer than 60 s, more than
     8 channels, a rate outside 4 kHz..384 kHz, or samples that are not finite.
@@ -51,9 +71,7 @@ def read_reference(data: bytes, sample_rate_hz: int) -> np.ndarray:
         )
     if not np.isfinite(mono_T).all():
         raise InvalidRequest("the reference audio holds samples that are not finite numbers")
-    if source_rate_hz == sample_rate_hz:
-        return mono_T
-    return np.ascontiguousarray(soxr.resample(mono_T, source_rate_hz, sample_rate_hz), np.float32)
+    return Clip(mono_T, source_rate_hz)
 
 
 def _check_header(sound: soundfile.SoundFile) -> None:

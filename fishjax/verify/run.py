@@ -26,8 +26,11 @@ _IGNORED = ("README.md",)
 _NOT_REPLAYED = "not replayed: HTTP contract of the original"
 
 
-def verify_folder(root: Path | str) -> list[FileReport]:
-    """Replay everything recorded below `root`, matmuls at full precision; one report per file, in order of names."""
+def verify_folder(root: Path | str, progress: Callable[[str], None] | None = None) -> list[FileReport]:
+    """Replay everything recorded below `root`, matmuls at full precision; one report per file, in order of names.
+
+    `progress` hears which folder is next.
+    """
     root = Path(root)
     if not root.is_dir():
         return [_failure(str(root), "no such folder")]
@@ -37,6 +40,8 @@ def verify_folder(root: Path | str) -> list[FileReport]:
     reports: list[FileReport] = []
     with jax.default_matmul_precision("highest"):
         for folder in [root, *sorted(path for path in root.rglob("*") if path.is_dir())]:
+            if progress:
+                progress(f"replaying {folder.relative_to(root)}" if folder != root else f"reading {root}")
             for room in (dualar.verify, codec.verify, prompt.verify, e2e.verify, _verify_server_contract):
                 reports += _run_room(room, folder, root)
     claimed = {report.file for report in reports}
