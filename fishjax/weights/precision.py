@@ -47,10 +47,22 @@ class Precision:
                 )
 
     @classmethod
+    def uniform(cls, word: str) -> Precision:
+        """The same word, "fp32" or "bf16", for every module."""
+        return cls(slow=word, fast=word, head=word, kv=word, codec=word)
+
+    @classmethod
     def default(cls, platform: str | None = None) -> Precision:
         """Float32 on a CPU, bf16 elsewhere. `platform` is a JAX name ("cpu", "gpu"); None: the default back end."""
-        word = "fp32" if (platform or jax.default_backend()) == "cpu" else "bf16"
-        return cls(slow=word, fast=word, head=word, kv=word, codec=word)
+        return cls.uniform("fp32" if (platform or jax.default_backend()) == "cpu" else "bf16")
+
+    @classmethod
+    def for_checkpoint(cls, text: str | None = None) -> Precision:
+        """What `convert` stores when asked for `text`: modules not named are bf16, on whatever machine it runs.
+
+        A folder is converted once and loaded elsewhere, so the converting machine must not show in it.
+        """
+        return cls.parse(text, cls.uniform("bf16")) if text else cls.uniform("bf16")
 
     @classmethod
     def parse(cls, text: str, base: Precision | None = None) -> Precision:

@@ -39,6 +39,20 @@ def test_what_is_not_named_keeps_the_base(text, expected):
 
 
 @pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (None, "slow=bf16,fast=bf16,head=bf16,kv=bf16,codec=bf16"),
+        ("slow=fp8", "slow=fp8,fast=bf16,head=bf16,kv=bf16,codec=bf16"),
+        ("slow=fp32,codec=fp32", "slow=fp32,fast=bf16,head=bf16,kv=fp32,codec=fp32"),
+    ],
+)
+def test_a_checkpoint_does_not_depend_on_the_machine_that_made_it(monkeypatch, text, expected):
+    for platform in ("cpu", "gpu"):
+        monkeypatch.setattr("jax.default_backend", lambda platform=platform: platform)
+        assert str(Precision.for_checkpoint(text)) == expected
+
+
+@pytest.mark.parametrize(
     ("text", "says"),
     [
         ("fp4", "'fp4' does not exist"),
