@@ -64,7 +64,7 @@ def read_safetensors(path: Path) -> dict[str, StoredTensor]:
     except (OSError, SafetensorError) as error:
         raise WeightsError(f"cannot read {path}: {error}") from error
     return {
-        name: StoredTensor(shape, _SAFETENSORS_TYPES.get(code, code), lambda name=name: read(name))
+        name: StoredTensor(shape, _SAFETENSORS_TYPES.get(code, str(code)), lambda name=name: read(name))
         for name, (shape, code) in kinds.items()
     }
 
