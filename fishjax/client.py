@@ -75,10 +75,18 @@ class SpeechStream:
 
 
 class Client:
-    """A connection to a server at `target` ("host:port"); without encryption."""
+    """A connection to a server at `target` ("host:port"), without encryption unless `credentials` say how.
 
-    def __init__(self, target: str):
-        self._channel = grpc.insecure_channel(target, options=[("grpc.max_send_message_length", _MAX_MESSAGE_BYTES)])
+    `credentials`: of `grpc.ssl_channel_credentials`. `api_key` is sent with every call.
+    """
+
+    def __init__(self, target: str, *, credentials: grpc.ChannelCredentials | None = None, api_key: str | None = None):
+        options = [("grpc.max_send_message_length", _MAX_MESSAGE_BYTES)]
+        if credentials is None:
+            self._channel = grpc.insecure_channel(target, options=options)
+        else:
+            self._channel = grpc.secure_channel(target, credentials, options=options)
+        self._metadata = () if api_key is None else (("authorization", f"Bearer {api_key}"),)
         self._tts = tts_pb2_grpc.TtsStub(self._channel)
         self._health = health_pb2_grpc.HealthStub(self._channel)
 
@@ -89,7 +97,7 @@ class Client:
         voice_id: str = "",
         references: Sequence[tuple[bytes | os.PathLike[str], str]] = (),
         audio_format: tts_pb2.AudioFormat = tts_pb2.PCM_S16LE,
-        priority: tts_pb2.Priority = tts_pb2.STANDARD,
+        priority: tts_pb2.Priority = tts_pb2.PRIORITY_UNSPECIFIED,
         temperature: float | None = None,
         top_p: float | None = None,
         top_k: int | None = None,
@@ -112,7 +120,7 @@ class Client:
                 temperature=temperature, top_p=top_p, top_k=top_k, seed=seed, max_frames=max_frames
             ),
         )
-        return SpeechStream(self._tts.Synthesize(request, timeout=timeout_s))
+        return SpeechStream(self._tts.Synthesize(request, timeout=timeout_s, metadata=self._metadata))
 
     def synthesize_live(
         self,
@@ -121,7 +129,7 @@ class Client:
         voice_id: str = "",
         references: Sequence[tuple[bytes | os.PathLike[str], str]] = (),
         audio_format: tts_pb2.AudioFormat = tts_pb2.PCM_S16LE,
-        priority: tts_pb2.Priority = tts_pb2.STANDARD,
+        priority: tts_pb2.Priority = tts_pb2.PRIORITY_UNSPECIFIED,
         temperature: float | None = None,
         top_p: float | None = None,
         top_k: int | None = None,
@@ -153,7 +161,7 @@ class Client:
                     yield tts_pb2.SynthesizeLiveRequest(text=piece)
             yield tts_pb2.SynthesizeLiveRequest(end=tts_pb2.LiveEnd())
 
-        return SpeechStream(self._tts.SynthesizeLive(messages(), timeout=timeout_s))
+        return SpeechStream(self._tts.SynthesizeLive(messages(), timeout=timeout_s, metadata=self._metadata))
 
     def create_voice(
         self,
@@ -163,19 +171,21 @@ class Client:
     ) -> tts_pb2.Voice:
         """Store clips with their words as a voice, to be named in `synthesize`. Raises grpc.RpcError."""
         request = tts_pb2.CreateVoiceRequest(voice_id=voice_id, references=_references(references))
-        return self._tts.CreateVoice(request, timeout=timeout_s).voice
+        return self._tts.CreateVoice(request, timeout=timeout_s, metadata=self._metadata).voice
 
     def voices(self, timeout_s: float = 10.0) -> list[tts_pb2.Voice]:
         """The stored voices, by name. Raises grpc.RpcError."""
-        return list(self._tts.ListVoices(tts_pb2.ListVoicesRequest(), timeout=timeout_s).voices)
+        return list(
+            self._tts.ListVoices(tts_pb2.ListVoicesRequest(), timeout=timeout_s, metadata=self._metadata).voices
+        )
 
     def delete_voice(self, voice_id: str, timeout_s: float = 10.0) -> None:
         """Forget a stored voice. Raises grpc.RpcError."""
-        self._tts.DeleteVoice(tts_pb2.DeleteVoiceRequest(voice_id=voice_id), timeout=timeout_s)
+        self._tts.DeleteVoice(tts_pb2.DeleteVoiceRequest(voice_id=voice_id), timeout=timeout_s, metadata=self._metadata)
 
     def server_info(self, timeout_s: float = 10.0) -> tts_pb2.GetServerInfoResponse:
         """The server's model, limits and load. Raises grpc.RpcError."""
-        return self._tts.GetServerInfo(tts_pb2.GetServerInfoRequest(), timeout=timeout_s)
+        return self._tts.GetServerInfo(tts_pb2.GetServerInfoRequest(), timeout=timeout_s, metadata=self._metadata)
 
     def wait_ready(self, timeout_s: float) -> None:
         """Wait until the server says SERVING. Raises TimeoutError, saying what it said last."""

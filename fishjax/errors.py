@@ -37,6 +37,18 @@ class QueueFull(FishjaxError):
         self.retry_after_s = retry_after_s
 
 
+class LimitReached(QueueFull):
+    """The caller's key has used up what it may ask for; `retry_after_s` says when to try again (seconds)."""
+
+
+class Unauthenticated(FishjaxError):
+    """The caller's API key is missing or unknown."""
+
+
+class NotAllowed(FishjaxError):
+    """The caller's key does not allow this."""
+
+
 class Draining(FishjaxError):
     """The server is shutting down and takes no new work."""
 

@@ -31,9 +31,7 @@ def serve(
     model: Annotated[Path | None, typer.Option(help="Model folder [default: minnow, which ships]")] = None,
     slots: Annotated[int, typer.Option(help="Requests spoken at once; 1 is the low-latency server", min=1)] = 4,
     max_len: Annotated[int, typer.Option(help="Positions of a slot: prompt columns and frames", min=16)] = 1024,
-    host: Annotated[str, typer.Option(help="Address to listen on; other than this machine's: no encryption")] = (
-        _DEFAULT.host
-    ),
+    host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0: the network")] = _DEFAULT.host,
     port: Annotated[int, typer.Option(help="0: a free one", min=0, max=65535)] = _DEFAULT.port,
     precision: Annotated[
         str | None,
@@ -51,6 +49,17 @@ def serve(
     slow_reader: Annotated[
         float, typer.Option(help="Seconds a caller may fall behind its speech before it is cut off", min=0.1)
     ] = _DEFAULT.slow_reader_s,
+    api_keys: Annotated[
+        Path | None,
+        typer.Option(help="JSON file of hashed keys: python -m serving.keys [default: none needed]"),
+    ] = None,
+    tls_cert: Annotated[
+        Path | None, typer.Option(help="PEM certificate with its chain [default: no encryption]")
+    ] = None,
+    tls_key: Annotated[Path | None, typer.Option(help="PEM key of the certificate")] = None,
+    tls_client_ca: Annotated[
+        Path | None, typer.Option(help="PEM certificates; callers must show one that these have signed")
+    ] = None,
     voices: Annotated[
         Path | None, typer.Option(help="Folder of stored voices [default: none; voices go with the process]")
     ] = None,
@@ -62,6 +71,10 @@ def serve(
     config = ServerConfig(
         host=host,
         port=port,
+        api_keys=api_keys,
+        tls_cert=tls_cert,
+        tls_key=tls_key,
+        tls_client_ca=tls_client_ca,
         voices=voices,
         max_queue=max_queue,
         max_batch_queue=max_batch_queue,

@@ -12,8 +12,12 @@ from fishjax.errors import InvalidRequest
 class ServerConfig:
     """Limits of a server. Raises InvalidRequest for a value out of range."""
 
-    host: str = "127.0.0.1"  # this machine only; 0.0.0.0 opens the server, without encryption, to the network
+    host: str = "127.0.0.1"  # this machine only; 0.0.0.0 opens the server to the network
     port: int = 50051  # 0: a free one
+    tls_cert: Path | None = None  # PEM, with the chain; None: no encryption
+    tls_key: Path | None = None  # PEM
+    tls_client_ca: Path | None = None  # PEM; with it callers must show a certificate that it has signed
+    api_keys: Path | None = None  # see `keys.py`; None: anybody who reaches the port may call
     voices: Path | None = None  # folder of stored voices; None: they are gone when the server ends
     max_queue: int = 64  # REALTIME requests that may wait for a slot, and as many STANDARD ones
     max_batch_queue: int = 256  # BATCH requests that may wait; those that gave their slot up come on top
@@ -33,6 +37,10 @@ class ServerConfig:
     def __post_init__(self):
         if not 0 <= self.port <= 65_535:
             raise InvalidRequest(f"port must lie in 0..65535, not {self.port}")
+        if (self.tls_cert is None) != (self.tls_key is None):
+            raise InvalidRequest("tls_cert and tls_key belong together: give both or neither")
+        if self.tls_client_ca is not None and self.tls_cert is None:
+            raise InvalidRequest("tls_client_ca needs tls_cert and tls_key")
         for name, low in (
             ("max_queue", 0),
             ("max_batch_queue", 0),

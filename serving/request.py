@@ -27,9 +27,8 @@ class Clip:
 
 @dataclass(frozen=True, slots=True)
 class SpeechRequest:
-    """What a caller asked for, checked; `text` is None where it arrives in pieces.
-
-    Times are seconds of the server's monotonic clock.
+    """What a caller asked for, checked. `text` is None where it arrives in pieces; the deadline is in seconds of the
+    server's monotonic clock.
     """
 
     request_id: str
@@ -39,7 +38,6 @@ class SpeechRequest:
     sampling: SamplingParams
     audio_format: AudioFormat
     priority: Priority
-    arrived_s: float
     deadline_s: float | None
 
 

@@ -21,11 +21,13 @@ from fishjax.rpc.v1 import tts_pb2, tts_pb2_grpc
 
 from .config import ServerConfig
 from .contract import Speech
+from .keys import KeyRing
 from .loop import LoopState, SynthesisLoop
 from .references import ReferenceReader
 from .scheduler import Scheduler
 from .servicer import TtsServicer
 from .session import Mailbox, deliver
+from .tls import server_credentials
 from .voices import VoiceStore
 
 logger = logging.getLogger(__name__)
@@ -54,7 +56,8 @@ class Server:
     async def start(self) -> None:
         """Listen, and begin to warm up.
 
-        Raises InvalidRequest when the address cannot be had, WeightsError when the folder of voices is not in order.
+        Raises InvalidRequest when the address cannot be had or a file of keys or certificates is not in order,
+        WeightsError when the folder of voices is not.
         """
         engine, config = self._speech.engine, self.config
         frame_s = engine.samples_per_frame / engine.sample_rate_hz
@@ -73,6 +76,7 @@ class Server:
             max_unread_frames=max(1, round(config.max_unread_s / frame_s)),
             clock=self._clock,
         )
+        keys = KeyRing() if config.api_keys is None else KeyRing.from_file(config.api_keys)
         self._grpc = grpc.aio.server(
             options=[
                 ("grpc.max_receive_message_length", config.max_message_bytes),
@@ -92,17 +96,26 @@ class Server:
             max_voices=config.max_voices,
         )
         self._references = ReferenceReader(self._speech, self._loop, self._executor, config.max_cached_bytes)
-        servicer = TtsServicer(self._speech, self._loop, self._executor, self._references, voices, config, self._clock)
+        servicer = TtsServicer(
+            self._speech, self._loop, self._executor, self._references, voices, keys, config, self._clock
+        )
         tts_pb2_grpc.add_TtsServicer_to_server(servicer, self._grpc)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._grpc)
         reflection.enable_server_reflection((SERVICE_NAME, health.SERVICE_NAME, reflection.SERVICE_NAME), self._grpc)
         await self._set_health(serving=False)
+        address, credentials = f"{config.host}:{config.port}", server_credentials(config)
         try:
-            port = self._grpc.add_insecure_port(f"{config.host}:{config.port}")
+            if credentials is None:
+                port = self._grpc.add_insecure_port(address)
+            else:
+                port = self._grpc.add_secure_port(address, credentials)
         except RuntimeError as error:
-            raise InvalidRequest(
-                f"cannot listen on {config.host}:{config.port}: the port is taken or the address is not this machine's"
-            ) from error
+            reasons = "the port is taken, or the address is not this machine's"
+            if credentials is not None:
+                reasons += ", or the certificate and its key do not fit each other"
+            raise InvalidRequest(f"cannot listen on {address}: {reasons}") from error
+        if credentials is None and not _is_loopback(config.host):
+            logger.warning("anybody on the network can read what is said here: there is no encryption")
         self.address = f"{config.host}:{port}"
         await self._grpc.start()
         logger.info("listening on %s; warming up", self.address)
@@ -152,6 +165,10 @@ class Server:
         status = health_pb2.HealthCheckResponse.SERVING if serving else health_pb2.HealthCheckResponse.NOT_SERVING
         for service in ("", SERVICE_NAME):
             await self._health.set(service, status)
+
+
+def _is_loopback(host: str) -> bool:
+    return host in ("localhost", "::1", "[::1]") or host.startswith("127.")
 
 
 def _post(aio: asyncio.AbstractEventLoop, function: Callable[..., None], argument: object) -> None:

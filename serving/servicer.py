@@ -14,6 +14,7 @@ import uuid
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Executor
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import grpc
@@ -29,10 +30,13 @@ from fishjax.errors import (
     EngineFailed,
     FishjaxError,
     InvalidRequest,
+    LimitReached,
+    NotAllowed,
     NotReady,
     PromptTooLong,
     QueueFull,
     SlowReader,
+    Unauthenticated,
     VoiceExists,
     VoiceNotFound,
     VoicesFull,
@@ -43,6 +47,7 @@ from fishjax.rpc.v1 import tts_pb2, tts_pb2_grpc
 from . import logs
 from .config import ServerConfig
 from .contract import Speech
+from .keys import ApiKey, KeyRing
 from .loop import SynthesisLoop
 from .references import ReferenceReader
 from .request import Clip, Finished, SpeechRequest
@@ -60,6 +65,9 @@ STATUS: dict[type[FishjaxError], grpc.StatusCode] = {
     VoiceExists: grpc.StatusCode.ALREADY_EXISTS,
     VoicesFull: grpc.StatusCode.RESOURCE_EXHAUSTED,
     QueueFull: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    LimitReached: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    Unauthenticated: grpc.StatusCode.UNAUTHENTICATED,
+    NotAllowed: grpc.StatusCode.PERMISSION_DENIED,
     Draining: grpc.StatusCode.UNAVAILABLE,
     NotReady: grpc.StatusCode.UNAVAILABLE,
     SlowReader: grpc.StatusCode.ABORTED,
@@ -78,7 +86,7 @@ FORMATS = {
     tts_pb2.WAV: AudioFormat.WAV,
 }
 _PRIORITIES = {
-    tts_pb2.PRIORITY_UNSPECIFIED: Priority.STANDARD,
+    tts_pb2.PRIORITY_UNSPECIFIED: None,
     tts_pb2.REALTIME: Priority.REALTIME,
     tts_pb2.STANDARD: Priority.STANDARD,
     tts_pb2.BATCH: Priority.BATCH,
@@ -86,6 +94,16 @@ _PRIORITIES = {
 _FORMAT_TO_PROTO = {AudioFormat.PCM_S16LE: tts_pb2.PCM_S16LE, AudioFormat.WAV: tts_pb2.WAV}
 _NUM_CHANNELS = 1
 Context = grpc.aio.ServicerContext[Any, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One call: its id, whose it is, when it came and how long it may take (seconds; None: as long as it takes)."""
+
+    request_id: str
+    key: ApiKey
+    arrived_s: float
+    remaining_s: float | None
 
 
 class TtsServicer(tts_pb2_grpc.TtsServicer):
@@ -98,6 +116,7 @@ class TtsServicer(tts_pb2_grpc.TtsServicer):
         executor: Executor,
         references: ReferenceReader,
         voices: VoiceStore,
+        keys: KeyRing,
         config: ServerConfig,
         clock: Callable[[], float],
     ):
@@ -106,27 +125,28 @@ class TtsServicer(tts_pb2_grpc.TtsServicer):
         self._executor = executor
         self._references = references
         self._voices = voices
+        self._keys = keys
         self._config = config
         self._clock = clock
 
     async def Synthesize(self, request: tts_pb2.SynthesizeRequest, context: Context) -> None:
         """Speak a text: header, audio messages, summary."""
-        arrived_s = self._clock()
-        async with _answering(context) as request_id:
-            text = check_text(request.text, self._config)
-            await self._speak(self._parse(request, text, request_id, arrived_s, context), context)
+        async with self._answering(context) as call:
+            asked = self._parse(request, check_text(request.text, self._config), call)
+            with self._keys.using(call.key, self._clock()):
+                await self._speak(call, asked, context)
 
     async def SynthesizeLive(
         self, request_iterator: AsyncIterator[tts_pb2.SynthesizeLiveRequest], context: Context
     ) -> None:
         """Speak a text that arrives in pieces."""
-        arrived_s = self._clock()
-        async with _answering(context) as request_id:
+        async with self._answering(context) as call:
             start = await self._next_piece(request_iterator)
             if start is None or not start.HasField("start"):
                 raise InvalidRequest("the first message of SynthesizeLive must be 'start'")
-            request = self._parse(start.start, None, request_id, arrived_s, context)
-            await self._speak(request, context, self._pieces(request_iterator))
+            asked = self._parse(start.start, None, call)
+            with self._keys.using(call.key, self._clock()):
+                await self._speak(call, asked, context, self._pieces(request_iterator))
 
     async def _pieces(self, messages: AsyncIterator[tts_pb2.SynthesizeLiveRequest]) -> AsyncIterator[str | None]:
         """Text, or None for a flush, up to the end of the stream."""
@@ -154,26 +174,21 @@ class TtsServicer(tts_pb2_grpc.TtsServicer):
             raise DeadlineExceeded(f"nothing came for {patience_s:g} s: end the call with its text") from None
 
     def _parse(
-        self,
-        message: tts_pb2.SynthesizeRequest | tts_pb2.LiveStart,
-        text: str | None,
-        request_id: str,
-        arrived_s: float,
-        context: Context,
+        self, message: tts_pb2.SynthesizeRequest | tts_pb2.LiveStart, text: str | None, call: Call
     ) -> SpeechRequest:
-        remaining_s = context.time_remaining()
-        return parse(message, text, request_id, arrived_s, remaining_s, self._speech, self._voices, self._config)
+        return parse(message, text, call, self._speech, self._voices, self._config)
 
     async def _speak(
-        self, request: SpeechRequest, context: Context, pieces: AsyncIterator[str | None] | None = None
+        self, call: Call, request: SpeechRequest, context: Context, pieces: AsyncIterator[str | None] | None = None
     ) -> None:
-        arrived_s = request.arrived_s
+        arrived_s = call.arrived_s
         engine = self._speech.engine
         encoder = StreamEncoder(request.audio_format, engine.sample_rate_hz)
         pace = ReaderPace(self._config.slow_reader_s, self._clock)
         first_audio_s = None
         num_frames = 0
-        async with Session(request, self._speech, self._loop, self._executor, self._references.read) as session:
+        read = self._references.read
+        async with Session(request, self._speech, self._loop, self._executor, read) as session:
             await pace.write(context.write(tts_pb2.SynthesizeResponse(header=self._header(request))), 0.0)
             if pieces is not None:
                 session.read_text(pieces, self._config.max_text_bytes)
@@ -227,6 +242,11 @@ class TtsServicer(tts_pb2_grpc.TtsServicer):
         self, request: tts_pb2.GetServerInfoRequest, context: Context
     ) -> tts_pb2.GetServerInfoResponse:
         """The model, the limits and the load."""
+        async with self._answering(context):
+            return self._info()
+        return tts_pb2.GetServerInfoResponse()  # the caller went away
+
+    def _info(self) -> tts_pb2.GetServerInfoResponse:
         engine, config = self._speech.engine, self._config
         slots_busy, queue_length = self._loop.load()
         default = self._speech.default_sampling()
@@ -258,7 +278,7 @@ class TtsServicer(tts_pb2_grpc.TtsServicer):
 
     async def CreateVoice(self, request: tts_pb2.CreateVoiceRequest, context: Context) -> tts_pb2.CreateVoiceResponse:
         """Encode clips once, and store them."""
-        async with _answering(context):
+        async with self._answering(context) as call:
             clips = check_clips(request.references, self._config)
             if not clips:
                 raise InvalidRequest("a voice needs at least one reference")
@@ -267,7 +287,8 @@ class TtsServicer(tts_pb2_grpc.TtsServicer):
             digest = await asyncio.get_running_loop().run_in_executor(self._executor, clips_digest, clips)
             voice_id = request.voice_id or f"voice-{digest[:20]}"
             if (voice := self._voices.find(voice_id, digest)) is None:
-                references = await self._references.read(clips)
+                with self._keys.using(call.key, self._clock()):
+                    references = await self._references.read(clips)
                 voice = await self._voices.add(Voice(voice_id, digest, tuple(references)))
             logger.info("voice %s: %d clips", voice.voice_id, len(voice.references))
             return tts_pb2.CreateVoiceResponse(voice=self._voice_to_proto(voice))
@@ -275,14 +296,39 @@ class TtsServicer(tts_pb2_grpc.TtsServicer):
 
     async def ListVoices(self, request: tts_pb2.ListVoicesRequest, context: Context) -> tts_pb2.ListVoicesResponse:
         """All stored voices, by name."""
-        return tts_pb2.ListVoicesResponse(voices=[self._voice_to_proto(voice) for voice in self._voices.all()])
+        async with self._answering(context):
+            return tts_pb2.ListVoicesResponse(voices=[self._voice_to_proto(voice) for voice in self._voices.all()])
+        return tts_pb2.ListVoicesResponse()  # the caller went away
 
     async def DeleteVoice(self, request: tts_pb2.DeleteVoiceRequest, context: Context) -> tts_pb2.DeleteVoiceResponse:
         """Forget a voice."""
-        async with _answering(context):
+        async with self._answering(context):
             await self._voices.delete(request.voice_id)
             logger.info("voice %s: deleted", request.voice_id)
         return tts_pb2.DeleteVoiceResponse()
+
+    @asynccontextmanager
+    async def _answering(self, context: Context) -> AsyncIterator[Call]:
+        """Give a call its request id and find out whose it is; what is raised inside becomes the call's status."""
+        request_id, arrived_s = uuid.uuid4().hex, self._clock()
+        with logs.request(request_id):
+            try:
+                key = self._keys.authenticate(_authorization(context))
+                yield Call(request_id, key, arrived_s, context.time_remaining())
+            except asyncio.CancelledError:
+                logger.info("the caller went away")
+                raise
+            except FishjaxError as error:
+                await _abort(context, error)
+            except grpc.aio.AbortError:
+                raise
+            except Exception:
+                if context.cancelled():
+                    logger.info("the caller went away")  # in the middle of a write, which then fails
+                    return
+                logger.exception("a fault of the server")
+                sentence = f"a fault of the server; its log has it as request {request_id}"
+                await _say_goodbye(context, grpc.StatusCode.INTERNAL, sentence)
 
     def _voice_to_proto(self, voice: Voice) -> tts_pb2.Voice:
         engine = self._speech.engine
@@ -290,29 +336,6 @@ class TtsServicer(tts_pb2_grpc.TtsServicer):
             voice_id=voice.voice_id,
             audio_seconds=voice.num_frames * engine.samples_per_frame / engine.sample_rate_hz,
         )
-
-
-@asynccontextmanager
-async def _answering(context: Context) -> AsyncIterator[str]:
-    """Give a call its request id; whatever is raised inside becomes the call's status."""
-    request_id = uuid.uuid4().hex
-    with logs.request(request_id):
-        try:
-            yield request_id
-        except asyncio.CancelledError:
-            logger.info("the caller went away")
-            raise
-        except FishjaxError as error:
-            await _abort(context, error)
-        except grpc.aio.AbortError:
-            raise
-        except Exception:
-            if context.cancelled():
-                logger.info("the caller went away")  # in the middle of a write, which then fails
-                return
-            logger.exception("a fault of the server")
-            sentence = f"a fault of the server; its log has it as request {request_id}"
-            await _say_goodbye(context, grpc.StatusCode.INTERNAL, sentence)
 
 
 def check_text(text: str, config: ServerConfig) -> str:
@@ -329,14 +352,12 @@ def check_text(text: str, config: ServerConfig) -> str:
 def parse(
     message: tts_pb2.SynthesizeRequest | tts_pb2.LiveStart,
     text: str | None,
-    request_id: str,
-    arrived_s: float,
-    remaining_s: float | None,
+    call: Call,
     speech: Speech,
     voices: VoiceStore,
     config: ServerConfig,
 ) -> SpeechRequest:
-    """Check everything but the text. Raises InvalidRequest or VoiceNotFound with a sentence for the caller."""
+    """Check everything but the text. Raises InvalidRequest, VoiceNotFound or NotAllowed with a sentence."""
     if message.voice_id and message.references:
         raise InvalidRequest("the request has a voice_id and references: send one or the other")
     if message.format not in FORMATS:
@@ -345,15 +366,14 @@ def parse(
     if message.priority not in _PRIORITIES:
         raise InvalidRequest(f"priority {message.priority} is unknown: ask for REALTIME, STANDARD or BATCH")
     return SpeechRequest(
-        request_id=request_id,
+        request_id=call.request_id,
         text=text,
         clips=check_clips(message.references, config),
         voice=voices.get(message.voice_id).references if message.voice_id else (),
         sampling=_sampling(message.sampling, speech),
         audio_format=FORMATS[message.format],
-        priority=_PRIORITIES[message.priority],
-        arrived_s=arrived_s,
-        deadline_s=None if remaining_s is None else arrived_s + remaining_s,
+        priority=call.key.priority(_PRIORITIES[message.priority]),
+        deadline_s=None if call.remaining_s is None else call.arrived_s + call.remaining_s,
     )
 
 
@@ -411,3 +431,10 @@ async def _say_goodbye(
     except grpc.aio.InternalError:
         logger.info("the caller went away before it read its status")
         raise asyncio.CancelledError from None
+
+
+def _authorization(context: Context) -> str | None:
+    for name, value in context.invocation_metadata() or ():
+        if name == "authorization" and isinstance(value, str):
+            return value
+    return None
