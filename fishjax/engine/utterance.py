@@ -173,7 +173,7 @@ class Utterance:
         if prompt_CT.shape[1] + self._min_room(wanted) > self._max_len:
             raise PromptTooLong(
                 f"the prompt takes {prompt_CT.shape[1]} of {self._max_len} positions and leaves no room to speak: "
-                "use shorter references or a server with a larger --max-len"
+                "use shorter references, shorter words, or a larger --max-len"
             )
         return prompt_CT
 

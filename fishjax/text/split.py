@@ -110,7 +110,8 @@ def split_for_speech(text: str, max_bytes: int) -> list[str]:
 
 def strip_tags(text: str) -> str:
     """The text without [control tags] and speaker tags, for models that were trained without them."""
-    text = regex.sub(rf"\s*(?:{_TAG.pattern})(?=[\s\p{{P}}]|$)", "", text)
+    # Only from the beginning of a run of spaces: from each space of it, the time would grow with its square.
+    text = regex.sub(rf"(?<!\s)\s*+(?:{_TAG.pattern})(?=[\s\p{{P}}]|$)", "", text)
     return _TAG.sub(" ", text)
 
 

@@ -189,6 +189,34 @@ def test_strip_tags():
         split_for_speech(strip_tags("[laugh]"), 200)
 
 
+@pytest.mark.timeout(30)  # a guard against hanging: what grows with the square takes minutes
+@pytest.mark.parametrize(
+    "unit",
+    [
+        " ",
+        "\n",
+        "\u00a0",
+        "[",
+        "[a",
+        "<|",
+        "<|speaker:",
+        "[x] ",
+        ".",
+        ". ",
+        '."',
+        "1.",
+        ",",
+        "字",
+        "\u0301",
+        "\U0001f1e6",
+    ],
+)
+def test_the_longest_text_of_any_kind_is_cut_without_hanging(unit):
+    text = unit * (65_000 // size(unit)) + "a"
+    assert bare(strip_tags(text)).endswith("a")
+    assert split_for_speech(text, 200)
+
+
 # --- fixed mode: properties
 
 # fmt: off
