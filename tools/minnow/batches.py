@@ -97,7 +97,7 @@ class Builder:
         """(columns (C+1, T) int32, labelled (T,) bool) of one prompt with its speech and its end."""
         conversation = Conversation(self._prompter)
         voice, references = DEFAULT_VOICE, []
-        if self.rng.random() < 0.4:
+        if self.rng.random() < 0.3:
             voices = sorted({voice for voice, _ in self._items})
             voice = self.rng.choice([*voices, DEFAULT_VOICE])
             text, codes_KT = self._draw(voice, 0.5)
@@ -109,7 +109,7 @@ class Builder:
         segments = self.rng.choices((1, 2, 3), weights=(86, 11, 3))[0]
         spans = []
         for _ in range(segments):
-            text, codes_KT = self._draw(voice, 0.72)
+            text, codes_KT = self._draw(voice, 0.85)
             conversation.user(text)
             conversation.assistant_header()
             start = conversation.columns_CT.shape[1]

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from fishjax.codec import Codec
+from tools.minnow.convs import convolutions
 from tools.minnow.make_corpus import finished_shards, read_shard
 from tools.minnow.training import Model
 
@@ -30,7 +31,8 @@ class Encoder:
         self._row, self._params = codec.config.samples_per_frame, model.params
 
         def encode(params, pcm_BT):
-            return model.build(params).encode(pcm_BT.astype(jnp.float32) / 32768)[0].astype(jnp.int16)
+            with convolutions({}, "im2col"):  # compiles in seconds; cuDNN's tuning of these shapes takes a minute
+                return model.build(params).encode(pcm_BT.astype(jnp.float32) / 32768)[0].astype(jnp.int16)
 
         self._encode = jax.jit(encode)
 

@@ -1,7 +1,7 @@
 """Trains minnow's codec on the shards of `make_corpus`, from the first hour on; see README.md.
 
 The corpus lies on the device (int16), crops are cut there, and several steps run in one call, so the host only
-feeds shards, sets the rate, judges and saves. Writes `codec/` (public layout), `state/` (to resume) and results.
+feeds shards, sets the rate, judges and saves. Writes `codec/` (public layout) and results.
 """
 
 from __future__ import annotations
@@ -160,7 +160,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--corpus", type=Path, required=True)
     parser.add_argument("--out", type=Path, help="results; default $OUT")
-    parser.add_argument("--resume", type=Path, help="an earlier --out folder (codec/ and state/)")
+    parser.add_argument("--resume", type=Path, help="folder of a codec to go on from (config.json, model.safetensors)")
+    parser.add_argument("--seed", type=int, default=0, help="of crops and gains: another for each stage")
     parser.add_argument("--decoder-only", action="store_true", help="with --resume: the codes stay as they are")
     parser.add_argument("--minutes", type=float, default=8.5, help="wall clock, compiling and judging included")
     parser.add_argument("--batch", type=int, default=20)
@@ -197,30 +198,28 @@ class Trainer:
     def __init__(self, arguments: argparse.Namespace, clock: training.Clock, out: Path, log: training.Log):
         self.arguments, self.clock, self.out, self.log = arguments, clock, out, log
         self.raw = SMOKE_CODEC if arguments.smoke else CODEC
-        codec, self.meta = Codec(CodecConfig.from_dict(self.raw), rngs=nnx.Rngs(0)), {}
+        codec = Codec(CodecConfig.from_dict(self.raw), rngs=nnx.Rngs(0))
         if arguments.resume:
-            codec, self.raw = load_codec(arguments.resume / "codec")
+            codec, self.raw = load_codec(arguments.resume)
+            arguments.plain_steps = 0
         self.config = codec.config
         self.model = training.Model(codec)
         if not arguments.resume:
             self.model.params = quiet_start(self.model.params)
         self.optimiser = training.adamw(0.8, 0.99, 1e-2)
-        opt = self.optimiser.init(self.model.params)
-        if arguments.resume and not arguments.decoder_only:
-            opt, self.meta = training.load_optimiser(arguments.resume / "state", opt)
-        self.step = int(self.meta.get("step", 0))
+        self.step = 0
         books = (self.config.num_codebooks, self.config.semantic_codebook_size)
         self.state = {
             "params": jax.tree.map(jnp.array, self.model.params),
-            "opt": opt,
+            "opt": self.optimiser.init(self.model.params),
             "use_KN": jnp.ones(books),
-            "key": jax.random.key(self.step),
+            "key": jax.random.key(arguments.seed),
         }
         self.threads = ThreadPoolExecutor(max(2, (os.cpu_count() or 2) // 2))
         self.judges = Judges(arguments.judges)
         self.judging: Future | None = None
         self.history: list[dict[str, Any]] = []
-        log(f"codec of {training.count_parameters(self.model.params):,} parameters, step {self.step}")
+        log(f"codec of {training.count_parameters(self.model.params):,} parameters")
 
     # --- the corpus on the device
 
@@ -316,7 +315,6 @@ class Trainer:
 
     def _save(self) -> None:
         save_codec(self.out / "codec", self.model, self.state["params"], self.raw)
-        training.save_optimiser(self.out / "state", self.state["opt"], {"step": self.step})
         write_json(self.out / "codec_results.json", {"history": self.history, "step": self.step})
 
     def run(self) -> None:

@@ -2,7 +2,7 @@
 
 Worker processes make the batches (serving's prompts), a thread encodes new shards, another one judges: greedy
 speech of held-out prompts, decoded by the codec and heard by pocketsphinx. The best by word error rate is kept.
-Writes `dual_ar/` (public layout), `state/` (to resume) and results.
+Writes `dual_ar/` (public layout) and results.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from fishjax.weights.load import dual_ar_to_public, load_dual_ar
 from tools.minnow import shapes, training
 from tools.minnow.batches import MAX_REFERENCE_FRAMES, Bucket, Recipe, start_workers
 from tools.minnow.codes import Encoder, encode_corpus, read_codes
+from tools.minnow.convs import convolutions
 from tools.minnow.judge import Judges
 from tools.minnow.speak import greedy_codes, prompts, spoken_frames
 from tools.minnow.texts import held_out
@@ -161,7 +162,9 @@ class Listener:
 
         def run(params, codec_params, columns_BKT, lengths_B):
             codes_BKT, ended_BT = greedy_codes(model.build(params), columns_BKT, lengths_B, im_end_id, num_frames)
-            return codes_BKT, ended_BT, self.codec_model.build(codec_params).decode(codes_BKT)
+            with convolutions({}, "im2col"):
+                audio_BT = self.codec_model.build(codec_params).decode(codes_BKT)
+            return codes_BKT, ended_BT, audio_BT
 
         self._run = jax.jit(run)
 
@@ -200,24 +203,21 @@ class Trainer:
             tokenizer.semantic_end_id,
             smoke=arguments.smoke,
         )
-        config, meta = ModelConfig.from_dict(self.raw), {}
         if arguments.resume:
-            self.raw = json.loads((arguments.resume / "dual_ar" / "config.json").read_text(encoding="utf-8"))
-            config, dual_ar = load_dual_ar(arguments.resume / "dual_ar")
+            self.raw = json.loads((arguments.resume / "config.json").read_text(encoding="utf-8"))
+            config, dual_ar = load_dual_ar(arguments.resume)
         else:
+            config = ModelConfig.from_dict(self.raw)
             dual_ar = DualAR(config, rngs=nnx.Rngs(1))
         self.config, self.model = config, training.Model(dual_ar)
         self.optimiser = training.adamw(0.9, 0.95, 0.1)
-        opt = self.optimiser.init(self.model.params)
-        if arguments.resume:
-            opt, meta = training.load_optimiser(arguments.resume / "state", opt)
-        self.step = int(meta.get("step", 0))
+        self.step = 0
         self.state = {
             "params": jax.tree.map(jnp.array, self.model.params),
             "ema": jax.tree.map(jnp.array, self.model.params),
-            "opt": opt,
-            "key": jax.random.key(self.step),
-            "step": jnp.int32(self.step),
+            "opt": self.optimiser.init(self.model.params),
+            "key": jax.random.key(arguments.seed),
+            "step": jnp.int32(0),
         }
         self.stop = threading.Event()
         self.threads = ThreadPoolExecutor(8)
@@ -226,7 +226,7 @@ class Trainer:
         )
         self.buckets = SMOKE_BUCKETS if arguments.smoke else BUCKETS
         recipe = Recipe(arguments.codes, arguments.tokenizer, config.num_codebooks, self.buckets)
-        self.queue, self.workers = start_workers(recipe, arguments.workers, seed=self.step + 1)
+        self.queue, self.workers = start_workers(recipe, arguments.workers, seed=arguments.seed)
         self.judges = Judges(arguments.judges)
         prompter = Prompter(tokenizer, config.num_codebooks)
         sizes = (6, 6, 40) if arguments.smoke else (48, 112, 112)
@@ -234,7 +234,7 @@ class Trainer:
         self.history: list[dict[str, Any]] = []
         self.best_wer = float("inf")
         self.judging: Future | None = None
-        log(f"DualAR of {training.count_parameters(self.model.params):,} parameters, step {self.step}")
+        log(f"DualAR of {training.count_parameters(self.model.params):,} parameters")
 
     def _rate(self) -> jax.Array:
         return jnp.float32(training.cosine_rate(self.clock.progress, self.arguments.rate, 5e-5, self.step, 200))
@@ -253,6 +253,7 @@ class Trainer:
         if wer <= self.best_wer:
             self.best_wer = wer
             self._save_model(params)
+        self._save_results()
 
     def _begin_judging(self) -> None:
         if self.judging is None or self.judging.done():
@@ -266,10 +267,8 @@ class Trainer:
         training.save_tensors(folder / "model.safetensors", dual_ar_to_public(module))
         shapes.write_json(folder / "config.json", self.raw)
 
-    def _save_state(self) -> None:
-        training.save_optimiser(self.out / "state", self.state["opt"], {"step": self.step})
-        results = {"history": self.history, "step": self.step}
-        shapes.write_json(self.out / "dual_ar_results.json", results)
+    def _save_results(self, **report: Any) -> None:
+        shapes.write_json(self.out / "dual_ar_results.json", {"history": self.history, "step": self.step, **report})
 
     def _compile(self) -> dict[int, Any]:
         """All buckets' programs, compiled side by side while the first shards are encoded; by length."""
@@ -289,7 +288,7 @@ class Trainer:
         programs = self._compile()
         log("compiled")
         reserve_s = 6 if arguments.smoke else 40
-        printed = judged = saved = self.clock.elapsed_s
+        printed = judged = self.clock.elapsed_s
         counted, waited, shown = self.step, 0.0, None
         while self.clock.elapsed_s < 60 * arguments.minutes - reserve_s:
             if self.encoding.done():
@@ -315,9 +314,6 @@ class Trainer:
             if now - judged > (20 if arguments.smoke else 90):
                 self._begin_judging()
                 judged = now
-            if now - saved > 120:
-                self._save_state()
-                saved = now
         self.stop.set()
         for worker in self.workers:
             worker.terminate()
@@ -327,7 +323,6 @@ class Trainer:
         if self.judging is not None:
             self.judging.result()
         self._judge(self._shipped(), self.step)
-        self._save_state()
         best = training.Model(load_dual_ar(self.out / "dual_ar")[1]).params
         report: dict[str, Any] = {"chosen_by_wer_percent": 100 * self.best_wer}
         texts, sounds = self.listener.reporting, self.listener.speak(best, self.listener.reporting)
@@ -335,9 +330,7 @@ class Trainer:
         report["wer_percent"] = 100 * wer
         report["wrong"] = [f"{a} -> {b}" for a, b in zip(texts, heard, strict=True) if a != b]
         self.log(f"held out, never chosen by ({len(texts)} prompts): WER {report['wer_percent']:.2f} %")
-        shapes.write_json(
-            self.out / "dual_ar_results.json", {"report": report, "history": self.history, "step": self.step}
-        )
+        self._save_results(report=report)
         pcm = {f"prompt{i}": (sound * 32767).astype(np.int16) for i, sound in enumerate(sounds[:24])}
         report["by_reference"] = {}
         for voice, reference in self._references().items():
@@ -346,9 +339,7 @@ class Trainer:
             report["by_reference"][voice] = 100 * wer
             pcm[f"reference_{voice}"] = (np.concatenate(spoken[:3]) * 32767).astype(np.int16)
         self.log(f"with a reference: {report['by_reference']}")
-        shapes.write_json(
-            self.out / "dual_ar_results.json", {"report": report, "history": self.history, "step": self.step}
-        )
+        self._save_results(report=report)
         np.savez(self.out / "dual_ar_samples.npz", **pcm)
         self.judges.close()
         self.log("done")
@@ -374,7 +365,8 @@ def main() -> None:
     parser.add_argument("--tokenizer", type=Path, default=Path("fishjax/minnow/tokenizer.json"))
     parser.add_argument("--codes", type=Path, default=Path("/tmp/minnow_codes"), help="where codes are kept")
     parser.add_argument("--out", type=Path, help="results; default $OUT")
-    parser.add_argument("--resume", type=Path, help="an earlier --out folder (dual_ar/ and state/)")
+    parser.add_argument("--resume", type=Path, help="folder of a DualAR to go on from (config.json, model.safetensors)")
+    parser.add_argument("--seed", type=int, default=1, help="of batches and corruption: another for each stage")
     parser.add_argument("--minutes", type=float, default=8.5, help="wall clock, compiling and judging included")
     parser.add_argument("--rate", type=float, default=1.5e-3)
     parser.add_argument("--workers", type=int, default=6, help="processes that make batches")

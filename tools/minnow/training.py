@@ -1,12 +1,12 @@
-"""What both trainers share: the clock, AdamW with a rate passed in, flat parameters, state that resumes.
+"""What both trainers share: the clock, AdamW with a rate passed in, flat parameters.
 
 Schedules run on wall-clock time, not on steps: a run of 8.5 minutes ends after 8.5 minutes on any machine, its
-learning rate having come down. Knows nothing of speech.
+learning rate having come down. A stage goes on from another's weights alone: Adam's moments remember a hundred steps
+at most, and the warm-up is as long. Knows nothing of speech.
 """
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import sys
@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import save_file
 
 # Parameters are a flat dict "decoder.model.0.conv.weight" -> array: easy to save, cast, print and mask.
 Params = dict[str, jax.Array]
@@ -127,36 +127,6 @@ def save_tensors(path: Path, tensors: Mapping[str, jax.Array | np.ndarray], dtyp
     partial = path.with_suffix(".partial")
     save_file(arrays, partial)
     partial.rename(path)
-
-
-def save_optimiser(folder: Path, opt_state: optax.OptState, meta: Mapping[str, float]) -> None:
-    """Adam's moments in bfloat16 (each file under 16 MB), its count and `meta`."""
-    adam = _adam(opt_state)
-    save_tensors(folder / "adam_mu.safetensors", adam.mu, jnp.bfloat16)
-    save_tensors(folder / "adam_nu.safetensors", adam.nu, jnp.bfloat16)
-    meta = {**meta, "count": int(adam.count)}
-    (folder / "state.json").write_text(json.dumps(meta) + "\n", encoding="utf-8")
-
-
-def load_optimiser(folder: Path, opt_state: optax.OptState) -> tuple[optax.OptState, dict]:
-    """The state that `save_optimiser` wrote, in the structure of `opt_state`, and its meta."""
-    meta = json.loads((folder / "state.json").read_text(encoding="utf-8"))
-    mu, nu = (load_file(folder / f"adam_{name}.safetensors") for name in ("mu", "nu"))
-
-    def restore(part):
-        if not isinstance(part, optax.ScaleByAdamState):
-            return part
-        return optax.ScaleByAdamState(
-            count=jnp.asarray(meta["count"], part.count.dtype),
-            mu={name: jnp.asarray(mu[name], leaf.dtype) for name, leaf in part.mu.items()},
-            nu={name: jnp.asarray(nu[name], leaf.dtype) for name, leaf in part.nu.items()},
-        )
-
-    return tuple(restore(part) for part in opt_state), meta
-
-
-def _adam(opt_state: optax.OptState) -> optax.ScaleByAdamState:
-    return next(part for part in opt_state if isinstance(part, optax.ScaleByAdamState))
 
 
 def count_parameters(params: Params) -> int:
