@@ -24,7 +24,5 @@ SPECS = (
     AttentionSpec("s1_mini_fast", 64, 16, 8, 128, 64),
 )
 CACHES = ("bfloat16", "float8")
-BENCHMARKED = tuple(
-    AttentionSpec(f"slow_{B}x{S}", B, 32, 8, S, 128) for B in (1, 16, 64) for S in (128, 1024, 4096)
-)
+BENCHMARKED = tuple(AttentionSpec(f"slow_{B}x{S}", B, 32, 8, S, 128) for B in (1, 16, 64) for S in (128, 1024, 4096))
 """S2-Pro's slow transformer over slots and cache lengths."""

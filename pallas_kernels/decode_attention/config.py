@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from typing import Literal
 
 SHARED_BYTES = 227 * 1024
-QUERY_ROWS = 64
-"""Rows of one wgmma; the query heads of a kv head fill the first few."""
 GROUP_ROWS = 8
-"""Query heads of one kv head, padded: rows of one tile in shared memory."""
+"""Query heads of one kv head, padded: columns of one wgmma."""
+LSE_ROW = 32
+"""Float32 of one part's log-sum-exps: 128 bytes, the least a bulk copy moves."""
 NUM_SMS = 132
 
 
@@ -19,22 +19,21 @@ class Config:
 
     block_kv: positions of one step. splits: blocks that share the live positions of one (slot, kv head).
     stages: depth of the ring of key and value tiles in shared memory.
-    weights_in: where the second wgmma reads the probabilities. "shared" is also what the GPU interpreter can run.
+    keys_in: where wgmma reads widened FP8 keys. "shared" is also what the GPU interpreter can run.
     """
 
     block_kv: int = 64
     splits: int = 1
     stages: int = 3
-    weights_in: Literal["registers", "shared"] = "registers"
+    keys_in: Literal["registers", "shared"] = "registers"
 
 
 def shared_bytes(config: Config, d: int, kv_bytes: int) -> int:
     """Shared memory of one block, bytes (barriers and alignment left out)."""
     tile = config.block_kv * d
     ring = config.stages * 2 * (tile * kv_bytes + (config.block_kv * 4 if kv_bytes == 1 else 0))
-    widened = 2 * tile * 2 if kv_bytes == 1 else 0
-    weights = QUERY_ROWS * config.block_kv * 2 if config.weights_in == "shared" else 0
-    return ring + widened + weights + QUERY_ROWS * d * 2 + QUERY_ROWS * d * 4 + QUERY_ROWS * 4
+    widened = tile * 2 * (2 if config.keys_in == "shared" else 1) if kv_bytes == 1 else 0
+    return ring + widened + GROUP_ROWS * (config.block_kv * 2 + d * (2 + 4 + 2)) + LSE_ROW * 4
 
 
 def can_run(config: Config, H: int, G: int, S: int, d: int, kv_bytes: int) -> str | None:

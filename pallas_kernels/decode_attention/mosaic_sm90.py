@@ -1,18 +1,18 @@
 """The Hopper kernel: flash decoding, one block per (slot, kv head, part of the live positions).
 
-    q  (8 rows of a 64-row wgmma tile) ─┐
-    k  (block_kv, d) ──TMA──► ring ─────┴► logits (64, block_kv) ──► running softmax, float32 registers ─┐
-    v  (block_kv, d) ──TMA──► ring ──────────────────────────────────────────────────────────────────────┴► o (64, d)
-    parts of one (slot, kv head) are merged by their log-sum-exp in a fixed order, in one more small kernel
+    k (block_kv, d) ──TMA──► ring ─┐ wgmma, rows = positions: logits (block_kv, 8)
+    q (8 query heads, d) ──────────┘     └─► running softmax over the positions, float32 registers
+    weights (8, block_kv) ─────────┐ wgmma, rows = channels:  o (d, 8)
+    v (block_kv, d) ──TMA──► ring ─┘     parts of one (slot, kv head) meet by log-sum-exp, in a fixed order, in XLA
 
-The query heads of a kv head are the first rows of wgmma's 64; the other rows hold whatever was there and are never
-stored: rows do not mix, and the kernel waits for memory, not for the tensor core. Only live positions are read: a slot
-of length 100 costs two steps of 64.
+Positions, then channels, are the 64-row side of wgmma and the query heads of a kv head its 8 columns, so no row of an
+instruction and no exponential is spent on padding. Only live positions are read: a slot of length 100 costs two steps
+of 64.
 
 FP8 keys and values are widened to float16 on the chip, exactly (the hardware converts e4m3 to nothing else), so HBM
-sees one byte an element. A key's scale multiplies its logit. A value's scale s joins the exponent: weights
-2^(logit + log2 s - top) stay at most 1, whatever the scales, and the softmax sum adds weight / s. Queries become
-float16 too: bfloat16 is exact there up to 65,504 in magnitude, where it saturates.
+sees one byte an element: keys in registers, values through shared memory. A key's scale multiplies its logit. A value's
+scale s joins the exponent: weights 2^(logit + log2 s - top) stay at most 1, whatever the scales, and the softmax sum
+adds weight / s. Queries become float16 too: bfloat16 is exact there up to 65,504 in magnitude, where it saturates.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from .. import _tuned
 from .._dispatch import need_capability
-from .._mosaic import WARPGROUP, load, tiled
+from .._mosaic import LANE, load, tiled
 from ..types import ScaledKV
-from .config import GROUP_ROWS, QUERY_ROWS, Config, can_run, default_config
+from .config import GROUP_ROWS, LSE_ROW, Config, can_run, default_config
 
 _ROW, _COLUMN = plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA.reduce(0)
 
@@ -58,20 +58,17 @@ def decode_attention(
         most = float(jnp.finfo(jnp.float16).max)
         q_BHd = jnp.clip(q_BHd.astype(jnp.float32), -most, most).astype(jnp.float16)
     q_BGRd = jnp.pad(q_BHd.reshape(B, G, H // G, d), ((0, 0), (0, 0), (0, GROUP_ROWS - H // G), (0, 0)))
-    lengths_B = jnp.clip(lengths_B.astype(jnp.int32), 0, S)
     caches = (
         (k_cache.values_BGSd, v_cache.values_BGSd, k_cache.scale_BGS, v_cache.scale_BGS) if fp8 else (k_cache, v_cache)
     )
-    o, lse = _call(q_BGRd, caches, lengths_B, scale, config, interpret)
-    if config.splits == 1:
-        o = o[:, :, 0]
-    else:
-        lse = lse[..., :GROUP_ROWS]
+    o, lse = _call(q_BGRd, caches, lengths_B.astype(jnp.int32), H // G, scale, config, interpret)
+    if config.splits > 1:
+        lse = lse[..., : H // G]
         top = jnp.max(lse, axis=2, keepdims=True)
         weight = jnp.exp2(lse - jnp.where(jnp.isneginf(top), 0.0, top))
         total = jnp.sum(weight, axis=2)
         o = jnp.sum(o * weight[..., None], axis=2) / jnp.where(total == 0.0, 1.0, total)[..., None]
-    return o[:, :, : H // G].reshape(B, H, d).astype(jnp.bfloat16)
+    return o.reshape(B, H, d).astype(jnp.bfloat16)
 
 
 def _pick(k_cache) -> Config:
@@ -82,21 +79,30 @@ def _pick(k_cache) -> Config:
     return default_config(B, G, S) if fields is None else Config(**fields)
 
 
-def _call(q_BGRd, caches, lengths_B, scale: float, config: Config, interpret) -> tuple[jax.Array, jax.Array]:
-    """Each part's own softmax average (B, G, splits, 8, d) float32 and base-2 log-sum-exp (B, G, splits, 64)."""
+def _call(q_BGRd, caches, lengths_B, heads: int, scale: float, config: Config, interpret):
+    """(o, log-sum-exp): one split gives o (B * G * heads, d) bfloat16; more give each part's own average.
+
+    The parts: o (B, G, splits, heads, d) float32, base-2 log-sum-exp (B, G, splits, 32), first `heads` meant.
+    """
     B, G, _, d = q_BGRd.shape
+    S = caches[0].shape[2]
     fp8 = len(caches) == 4
     block_kv, splits, stages = config.block_kv, config.splits, config.stages
     to_log2 = scale * math.log2(math.e)
-    tile = (QUERY_ROWS, block_kv)
-    wide = q_BGRd.dtype
+    tile = (block_kv, GROUP_ROWS)
+    wide, f32 = q_BGRd.dtype, jnp.float32
+
+    def over_rows(row):
+        """(8,) to (block_kv, 8)."""
+        return lax.broadcast_in_dim(row, tile, (1,))
 
     def body(q_gmem, lengths_gmem, *refs):
         gmem, (o_gmem, lse_gmem), scratch = refs[: len(caches)], refs[len(caches) :][:2], refs[len(caches) + 2 :]
-        q_smem, o_smem, lse_smem, loaded, q_loaded, *rings = scratch
-        b, g = lax.div(lax.axis_index("head"), G), lax.rem(lax.axis_index("head"), G)
+        q_smem, p_smem, o_smem, narrow_smem, lse_smem, loaded, q_loaded, *rings = scratch
+        head = lax.axis_index("head")
+        b, g = lax.div(head, G), lax.rem(head, G)
         split = lax.axis_index("split")
-        length = lengths_gmem[b]
+        length = jnp.clip(lengths_gmem[b], 0, S)
         blocks = lax.div(length + (block_kv - 1), block_kv)
         each = lax.div(blocks + (splits - 1), splits)
         first = split * each
@@ -113,66 +119,64 @@ def _call(q_BGRd, caches, lengths_B, scale: float, config: Config, interpret) ->
             def _first(slot=slot):
                 fetch(slot, slot)
 
-        plgpu.copy_gmem_to_smem(q_gmem.at[b, g], q_smem.at[pl.ds(0, GROUP_ROWS)], q_loaded)
+        plgpu.copy_gmem_to_smem(q_gmem.at[b, g], q_smem, q_loaded)
         plgpu.barrier_wait(q_loaded)
+
+        def widen(ring):
+            """An FP8 tile as float16 registers."""
+            return plgpu.layout_cast(load(ring, plgpu.Layout.WGMMA_UPCAST_2X).astype(wide), plgpu.Layout.WGMMA)
 
         def step(i, carry):
             o, top, total = carry
             slot = lax.rem(i, stages)
             plgpu.barrier_wait(loaded.at[slot])
             left = length - (first + i) * block_kv  # live positions from this step's first one on
+            channel_row = plgpu.broadcasted_iota(jnp.int32, (block_kv, d), 0, layout=plgpu.Layout.WGMMA)
             if fp8:
-                k_smem, v_smem = rings[4:6]
-                k_smem[...] = load(rings[0].at[slot], plgpu.Layout.WGMMA, optimized=False).astype(wide)
-                row = plgpu.broadcasted_iota(jnp.int32, (block_kv, d), 0, layout=plgpu.Layout.WGMMA)
-                v = load(rings[1].at[slot], plgpu.Layout.WGMMA, optimized=False).astype(wide)
-                v_smem[...] = jnp.where(row < left, v, jnp.zeros_like(v))
+                k, v_smem = widen(rings[0].at[slot]), rings[4]
+                if config.keys_in == "shared":
+                    rings[5][...] = k
+                    k = rings[5]
+                v = widen(rings[1].at[slot])
+                v_smem[...] = jnp.where(channel_row < left, v, jnp.zeros_like(v))
                 plgpu.commit_smem()
             else:
-                k_smem, v_smem = rings[0].at[slot], rings[1].at[slot]
+                k, v_smem = rings[0].at[slot], rings[1].at[slot]
 
                 @pl.when(left < block_kv)
                 def _clear():
-                    # A dead row's probability is 0, but 0 * NaN is not.
-                    row = plgpu.broadcasted_iota(jnp.int32, (block_kv, d), 0, layout=plgpu.Layout.WGMMA)
+                    # A dead row's weight is 0, but 0 * NaN is not.
                     v = load(v_smem, plgpu.Layout.WGMMA)
-                    v_smem[...] = jnp.where(row < left, v, jnp.zeros_like(v))
+                    v_smem[...] = jnp.where(channel_row < left, v, jnp.zeros_like(v))
                     plgpu.commit_smem()
 
             def multiply(acc):
-                plgpu.wgmma(acc, q_smem, k_smem.T)
+                plgpu.wgmma(acc, k, q_smem.T)
                 return acc[...]
 
-            logits = pl.run_scoped(multiply, plgpu.WGMMAAccumulatorRef(tile, jnp.float32)) * to_log2
+            logits = pl.run_scoped(multiply, plgpu.WGMMAAccumulatorRef(tile, f32)) * to_log2
             if fp8:
-                v_scale = load(rings[3].at[slot], _COLUMN)
-                logits = logits * lax.broadcast_in_dim(load(rings[2].at[slot], _COLUMN), tile, (1,))
-                logits += lax.broadcast_in_dim(jnp.log2(v_scale), tile, (1,))
-            live = plgpu.broadcasted_iota(jnp.int32, tile, 1, layout=plgpu.Layout.WGMMA) < left
+                v_scale = lax.broadcast_in_dim(load(rings[3].at[slot], _ROW), tile, (0,))
+                logits = logits * lax.broadcast_in_dim(load(rings[2].at[slot], _ROW), tile, (0,)) + jnp.log2(v_scale)
+            live = plgpu.broadcasted_iota(jnp.int32, tile, 0, layout=plgpu.Layout.WGMMA) < left
             logits = jnp.where(live, logits, -jnp.inf)
-            new_top = jnp.maximum(top, jnp.max(logits, axis=1))
+            new_top = jnp.maximum(top, jnp.max(logits, axis=0))
             shrink = jnp.exp2(top - new_top)
-            p = jnp.exp2(logits - lax.broadcast_in_dim(new_top, tile, (0,)))
-            share = jnp.where(live, p * lax.broadcast_in_dim(1.0 / v_scale, tile, (1,)), 0.0) if fp8 else p
-            total = total * shrink + jnp.sum(share, axis=1)
-            p = p.astype(wide)
-            if config.weights_in == "shared":
-                rings[-1][...] = p
-                plgpu.commit_smem()
-                p = rings[-1]
+            p = jnp.exp2(logits - over_rows(new_top))
+            total = total * over_rows(shrink) + (jnp.where(live, p / v_scale, 0.0) if fp8 else p)
+            p_smem.T[...] = plgpu.layout_cast(p.astype(wide), plgpu.Layout.WGMMA_TRANSPOSED)
+            plgpu.commit_smem()
 
             def weigh(acc):
-                plgpu.wgmma(acc, p, v_smem)
+                plgpu.wgmma(acc, v_smem.T, p_smem.T)
                 return acc[...]
 
-            o = o * lax.broadcast_in_dim(shrink, o.shape, (0,)) + pl.run_scoped(
-                weigh, plgpu.WGMMAAccumulatorRef(o.shape, jnp.float32)
+            o = o * lax.broadcast_in_dim(shrink, o.shape, (1,)) + pl.run_scoped(
+                weigh, plgpu.WGMMAAccumulatorRef(o.shape, f32)
             )
 
             @pl.when(i + stages < steps)
             def _next():
-                if not fp8:
-                    plgpu.commit_smem()  # _clear may have written the tile that the copy engine now overwrites
                 fetch(i + stages, slot)
 
             return o, new_top, total
@@ -182,45 +186,53 @@ def _call(q_BGRd, caches, lengths_B, scale: float, config: Config, interpret) ->
             steps,
             step,
             (
-                plgpu.layout_cast(jnp.zeros((QUERY_ROWS, d), jnp.float32), plgpu.Layout.WGMMA),
-                plgpu.layout_cast(jnp.full((QUERY_ROWS,), -jnp.inf, jnp.float32), _ROW),
-                plgpu.layout_cast(jnp.zeros((QUERY_ROWS,), jnp.float32), _ROW),
+                plgpu.layout_cast(jnp.zeros((d, GROUP_ROWS), f32), plgpu.Layout.WGMMA),
+                plgpu.layout_cast(jnp.full((GROUP_ROWS,), -jnp.inf, f32), _COLUMN),
+                plgpu.layout_cast(jnp.zeros(tile, f32), plgpu.Layout.WGMMA),
             ),
         )
+        total = jnp.sum(total, axis=0)
         safe = jnp.where(total == 0.0, 1.0, total)
-        o_smem[...] = o / lax.broadcast_in_dim(safe, o.shape, (0,))
-        lse_smem[...] = jnp.where(total == 0.0, -jnp.inf, top + jnp.log(safe) * math.log2(math.e))
-        plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(o_smem.at[pl.ds(0, GROUP_ROWS)], o_gmem.at[b, g, split])
-        plgpu.copy_smem_to_gmem(lse_smem, lse_gmem.at[b, g, split])
+        average = o / lax.broadcast_in_dim(safe, o.shape, (1,))
+        o_smem.T[...] = plgpu.layout_cast(average, plgpu.Layout.WGMMA_TRANSPOSED)
+        if splits == 1:
+            rows = load(o_smem, plgpu.Layout.WG_STRIDED(o_smem.shape, vec_size=4), optimized=False)
+            narrow_smem[...] = rows.astype(jnp.bfloat16)
+            plgpu.commit_smem()
+            plgpu.copy_smem_to_gmem(narrow_smem.at[pl.ds(0, heads)], o_gmem.at[pl.ds(head * heads, heads)])
+        else:
+            lse_smem[pl.ds(0, GROUP_ROWS)] = jnp.where(total == 0.0, -jnp.inf, top + jnp.log2(safe))
+            plgpu.commit_smem()
+            plgpu.copy_smem_to_gmem(o_smem.at[pl.ds(0, heads)], o_gmem.at[b, g, split])
+            plgpu.copy_smem_to_gmem(lse_smem, lse_gmem.at[b, g, split])
         plgpu.wait_smem_to_gmem(0)
 
     def ring(kind):
         return plgpu.SMEM((stages, block_kv, d), kind, transforms=tiled(d, kind))
 
     scratch = [
-        plgpu.SMEM((QUERY_ROWS, d), wide, transforms=tiled(d, wide)),
-        plgpu.SMEM((QUERY_ROWS, d), jnp.float32, transforms=tiled(d, jnp.float32)),
-        plgpu.SMEM((QUERY_ROWS,), jnp.float32),
+        plgpu.SMEM((GROUP_ROWS, d), wide, transforms=tiled(d, wide)),
+        plgpu.SMEM((GROUP_ROWS, block_kv), wide, transforms=tiled(block_kv, wide)),
+        plgpu.SMEM((GROUP_ROWS, d), f32),  # neither tiled nor swizzled: written transposed, read as rows
+        plgpu.SMEM((GROUP_ROWS, d), jnp.bfloat16),
+        plgpu.SMEM((LSE_ROW,), f32),
         plgpu.Barrier(num_arrivals=len(caches), num_barriers=stages),
         plgpu.Barrier(),
         ring(caches[0].dtype),
         ring(caches[1].dtype),
     ]
     if fp8:
-        scratch += [plgpu.SMEM((stages, block_kv), jnp.float32)] * 2
-        scratch += [plgpu.SMEM((block_kv, d), wide, transforms=tiled(d, wide))] * 2
-    if config.weights_in == "shared":
-        scratch += [plgpu.SMEM(tile, wide, transforms=tiled(block_kv, wide))]
+        scratch += [plgpu.SMEM((stages, block_kv), f32)] * 2
+        tiles = 2 if config.keys_in == "shared" else 1
+        scratch += [plgpu.SMEM((block_kv, d), wide, transforms=tiled(d, wide))] * tiles
+    whole = jax.ShapeDtypeStruct((B * G * heads, d), jnp.bfloat16)
+    parts = jax.ShapeDtypeStruct((B, G, splits, heads, d), f32)
     return plgpu.kernel(
         body,
-        out_type=(
-            jax.ShapeDtypeStruct((B, G, splits, GROUP_ROWS, d), jnp.float32),
-            jax.ShapeDtypeStruct((B, G, splits, QUERY_ROWS), jnp.float32),
-        ),
+        out_type=(whole if splits == 1 else parts, jax.ShapeDtypeStruct((B, G, splits, LSE_ROW), f32)),
         grid=(B * G, splits),
         grid_names=("head", "split"),
         scratch_types=scratch,
-        compiler_params=WARPGROUP,
+        compiler_params=LANE,
         interpret=interpret,
     )(q_BGRd, lengths_B, *caches)

@@ -168,7 +168,7 @@ def _call(x_MD, x_scale_KbM, w_gate_up: BlockScaled, w_down: BlockScaled, config
         if splits == 1:
             finish(gate, up)
         else:
-            pushed_smem, pushed = cluster_scratch
+            pushed_smem, *pushed = cluster_scratch
             for peer in range(1, splits):
 
                 @pl.when(r == peer)
@@ -176,7 +176,7 @@ def _call(x_MD, x_scale_KbM, w_gate_up: BlockScaled, w_down: BlockScaled, config
                     for half, value in enumerate((gate, up)):
                         at = 2 * (peer - 1) + half
                         plgpu.async_store_smem(
-                            value, pushed_smem.at[at], pushed.at[at], cluster_idx=jnp.int32(0), cluster_dim="split"
+                            value, pushed_smem.at[at], pushed[at], cluster_idx=jnp.int32(0), cluster_dim="split"
                         )
 
             @pl.when(r == 0)
@@ -185,7 +185,7 @@ def _call(x_MD, x_scale_KbM, w_gate_up: BlockScaled, w_down: BlockScaled, config
                 for peer in range(1, splits):  # in this order, whatever arrives first: the same bits every time
                     for half in range(2):
                         at = 2 * (peer - 1) + half
-                        plgpu.barrier_wait(pushed.at[at])
+                        plgpu.barrier_wait(pushed[at])
                         both[half] += load(pushed_smem.at[at], _ACC)
                 finish(*both)
 
@@ -235,10 +235,9 @@ def _call(x_MD, x_scale_KbM, w_gate_up: BlockScaled, w_down: BlockScaled, config
     if splits > 1:
         mesh |= {"cluster": (splits,), "cluster_names": ("split",)}
         pushes = 2 * (splits - 1)
-        scratch += [
-            plgpu.SMEM((pushes, BLOCK, M), f32, transforms=tiled(M, f32)),
-            plgpu.Barrier(num_barriers=pushes),
-        ]
+        scratch += [plgpu.SMEM((pushes, BLOCK, M), f32, transforms=tiled(M, f32))]
+        # One object each: in Lane semantics jax 0.11.2 signals barrier 2 i of a peer's array for barrier i.
+        scratch += [plgpu.Barrier()] * pushes
     return plgpu.kernel(
         body,
         out_type=(

@@ -17,13 +17,13 @@ from pallas_kernels.types import ScaledKV
 
 @pytest.mark.parametrize("spec", SPECS, ids=lambda s: s.name)
 @pytest.mark.parametrize("cache", CACHES)
-@pytest.mark.parametrize("weights_in", ["registers", "shared"])
-def test_lowers_for_cuda(spec, cache, weights_in):
+@pytest.mark.parametrize("block_kv", [64, 128])
+def test_lowers_for_cuda(spec, cache, block_kv):
     shape = (spec.B, spec.G, spec.S, spec.d)
     kv = jax.ShapeDtypeStruct(shape, jnp.bfloat16)
     if cache == "float8":
         kv = ScaledKV(jax.ShapeDtypeStruct(shape, jnp.float8_e4m3fn), jax.ShapeDtypeStruct(shape[:3], jnp.float32))
-    config = Config(64, default_config(spec.B, spec.G, spec.S).splits, 2, weights_in)
+    config = Config(block_kv, default_config(spec.B, spec.G, spec.S).splits, 2)
     assert can_run(config, spec.H, spec.G, spec.S, spec.d, 1 if cache == "float8" else 2) is None
     q = jax.ShapeDtypeStruct((spec.B, spec.H, spec.d), jnp.bfloat16)
     call = functools.partial(mosaic_sm90.decode_attention, scale=0.1, config=config)
@@ -55,7 +55,7 @@ def test_interpreter_equals_float64_with_poison_past_the_length(cache, H, G, d, 
         ref_kv = [np.asarray(c.astype(jnp.float32)) for c in (k, v)]
         k, v = (jnp.where(dead, jnp.nan, c) for c in (k, v))
     ref = attention_oracle(np.asarray(q.astype(jnp.float32)), *ref_kv, lengths)
-    config = Config(64, splits, 2, "shared")
+    config = Config(64, splits, 2, keys_in="shared")
     o = mosaic_sm90.decode_attention(q, k, v, jnp.asarray(lengths), d**-0.5, config, interpret=gpu_interpreter())
     assert not np.asarray(o[0]).astype(np.float32).any()
     for b in range(1, 5):
