@@ -63,6 +63,10 @@ def serve(
     voices: Annotated[
         Path | None, typer.Option(help="Folder of stored voices [default: none; voices go with the process]")
     ] = None,
+    metrics_port: Annotated[
+        int | None,
+        typer.Option(help="Port of Prometheus metrics on 127.0.0.1; 0: a free one [default: none]", min=0, max=65535),
+    ] = None,
     log_level: Annotated[logs.Level, typer.Option(help="Least level to log", case_sensitive=False)] = logs.Level.INFO,
     log_json: Annotated[bool, typer.Option("--log-json", help="One JSON document a line")] = False,
 ) -> None:
@@ -71,6 +75,7 @@ def serve(
     config = ServerConfig(
         host=host,
         port=port,
+        metrics_port=metrics_port,
         api_keys=api_keys,
         tls_cert=tls_cert,
         tls_key=tls_key,

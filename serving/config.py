@@ -14,6 +14,7 @@ class ServerConfig:
 
     host: str = "127.0.0.1"  # this machine only; 0.0.0.0 opens the server to the network
     port: int = 50051  # 0: a free one
+    metrics_port: int | None = None  # of HTTP on the loopback; 0: a free one; None: no metrics are served
     tls_cert: Path | None = None  # PEM, with the chain; None: no encryption
     tls_key: Path | None = None  # PEM
     tls_client_ca: Path | None = None  # PEM; with it callers must show a certificate that it has signed
@@ -35,8 +36,9 @@ class ServerConfig:
     decode_threads: int = 2  # for reference clips and tokenising
 
     def __post_init__(self):
-        if not 0 <= self.port <= 65_535:
-            raise InvalidRequest(f"port must lie in 0..65535, not {self.port}")
+        for name in ("port", "metrics_port"):
+            if not 0 <= (getattr(self, name) or 0) <= 65_535:
+                raise InvalidRequest(f"{name} must lie in 0..65535, not {getattr(self, name)}")
         if (self.tls_cert is None) != (self.tls_key is None):
             raise InvalidRequest("tls_cert and tls_key belong together: give both or neither")
         if self.tls_client_ca is not None and self.tls_cert is None:

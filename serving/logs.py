@@ -1,15 +1,19 @@
-"""The only place that configures logging: one line a record, as text or as JSON, with the request it belongs to."""
+"""The only place that configures logging: one line a record, as text or as JSON, with the request it belongs to.
+
+The end of each call is a record of figures; as JSON they are fields of the line.
+"""
 
 from __future__ import annotations
 
 import json
 import logging
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from enum import StrEnum
 
+_FIGURES = "figures"
 _request_id: ContextVar[str] = ContextVar("request_id", default="-")
 
 
@@ -48,6 +52,13 @@ def configure(level: Level = Level.INFO, *, as_json: bool = False) -> None:
         logging.getLogger(chatty).setLevel(logging.WARNING)
 
 
+def figures(logger: logging.Logger, values: Mapping[str, str | float]) -> None:
+    """Log what a call came to: names and values, rounded to tenths."""
+    rounded = {name: round(value, 1) if isinstance(value, float) else value for name, value in values.items()}
+    words = ", ".join(f"{name} {value}" for name, value in rounded.items())
+    logger.info("call ended: %s", words, extra={_FIGURES: rounded})
+
+
 def _add_request_id(record: logging.LogRecord) -> bool:
     record.request_id = _request_id.get()
     return True
@@ -61,6 +72,7 @@ class _JsonFormatter(logging.Formatter):
             "logger": record.name,
             "request_id": getattr(record, "request_id", "-"),
             "message": record.getMessage(),
+            **getattr(record, _FIGURES, {}),
         }
         if record.exc_info:
             fields["exception"] = self.formatException(record.exc_info)

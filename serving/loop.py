@@ -23,6 +23,7 @@ from typing import Any, Generic, TypeVar
 from fishjax.errors import DeadlineExceeded, Draining, EngineFailed, FishjaxError, NotReady
 
 from .contract import Engine, PendingStep, Utterance
+from .metrics import Metrics
 from .request import Event, Failed, Finished, Frame, Started
 from .scheduler import Outcome, Placement, Plan, Priority, Scheduler
 
@@ -68,12 +69,15 @@ class SynthesisLoop(Generic[MailboxT]):
         deliver: Callable[[Sequence[tuple[MailboxT, Event]]], None],
         on_state: Callable[[LoopState], None],
         max_unread_frames: int,
+        metrics: Metrics,
         clock: Callable[[], float] = time.monotonic,
     ):
         self._engine = engine
         self._deliver = deliver
         self._on_state = on_state
         self._max_unread_frames = max_unread_frames
+        self._metrics = metrics
+        self._settled_s: float | None = None  # when the step before was read, if one was
         self._clock = clock
         self._changed = threading.Condition()  # guards everything below
         self._scheduler = scheduler
@@ -196,6 +200,8 @@ class SynthesisLoop(Generic[MailboxT]):
             if previous is not None:
                 self._settle(*previous)
             previous = (plan, pending) if pending is not None else None
+            if previous is None:
+                self._settled_s = None
             # Last, while the device makes the step: nobody's finished frame waits for it.
             self._read_texts()
             self._do_one_piece_of_work()
@@ -293,6 +299,7 @@ class SynthesisLoop(Generic[MailboxT]):
         if (request := self._find(placement)) is not None:
             request.saved = self._engine.extract(placement.slot)
             request.num_saves += 1
+            self._metrics.preemptions.inc()
 
     def _restore(self, placement: Placement) -> None:
         if (request := self._find(placement)) is not None:
@@ -347,13 +354,23 @@ class SynthesisLoop(Generic[MailboxT]):
             outcomes[placement.request_id] = Outcome(
                 sound=accepted.keep, segment_over=accepted.segment_done, waits=utterance.waits, request_over=over
             )
+        now_s = self._clock()
         with self._changed:
-            self._scheduler.apply(plan, outcomes, self._clock())
+            underruns = self._scheduler.apply(plan, outcomes, now_s)
             for request_id, outcome in outcomes.items():
                 if outcome.request_over:
                     self._requests.pop(request_id, None)
         if deliveries:
             self._deliver(deliveries)
+        self._count(now_s, sum(outcome.sound for outcome in outcomes.values()), underruns)
+
+    def _count(self, now_s: float, num_frames: int, underruns: Sequence[Priority]) -> None:
+        if self._settled_s is not None:
+            self._metrics.step.observe(now_s - self._settled_s)
+        self._settled_s = now_s
+        self._metrics.sound.inc(num_frames * self._engine.samples_per_frame / self._engine.sample_rate_hz)
+        for priority in underruns:
+            self._metrics.underruns.labels(priority.name).inc()
 
     def _find(self, placement: Placement) -> _Request[MailboxT] | None:
         """The request of a placement, unless it is over or has had a new prompt since."""

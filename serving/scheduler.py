@@ -198,7 +198,7 @@ class Scheduler:
     def wake(self, request_id: str) -> None:
         """An idle request has something to speak again."""
         request = self._requests[request_id]
-        request.idle, request.needs_prompt = False, True
+        request.idle, request.needs_prompt, request.dry_s = False, True, math.inf
 
     def plan(self, now_s: float, held: Collection[str] = ()) -> Plan:
         """The next step. Requests in `held` keep their slot and make no frame; saved ones among them keep waiting."""
@@ -222,8 +222,12 @@ class Scheduler:
         request = self._requests.get(placement.request_id)
         return request is not None and request.turn == placement.turn
 
-    def apply(self, plan: Plan, outcomes: Mapping[str, Outcome], now_s: float) -> None:
-        """Take in a step's outcomes, by request id. Stale entries of the plan are passed over."""
+    def apply(self, plan: Plan, outcomes: Mapping[str, Outcome], now_s: float) -> tuple[Priority, ...]:
+        """Take in a step's outcomes, by request id. Stale entries of the plan are passed over.
+
+        Returns the class of each request whose listener had run dry before this step's sound.
+        """
+        underruns = []
         for placement in plan.run:
             outcome = outcomes.get(placement.request_id)
             if outcome is None or not self.is_current(placement):
@@ -231,6 +235,8 @@ class Scheduler:
             request = self._requests[placement.request_id]
             if outcome.sound:
                 begun = math.isfinite(request.dry_s)
+                if begun and request.dry_s < now_s:
+                    underruns.append(request.priority)
                 request.dry_s = (max(request.dry_s, now_s) if begun else now_s) + self._frame_s
             if outcome.request_over:
                 if request.started_s is not None and not request.was_saved:
@@ -239,6 +245,7 @@ class Scheduler:
             elif outcome.segment_over:
                 request.turn = next(self._turns)
                 request.idle, request.needs_prompt = outcome.waits, not outcome.waits
+        return tuple(underruns)
 
     def _is_thin(self, request_id: str, now_s: float) -> bool:
         """Whether a real listener has little sound ahead, and we are to blame."""

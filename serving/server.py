@@ -23,6 +23,7 @@ from .config import ServerConfig
 from .contract import Speech
 from .keys import KeyRing
 from .loop import LoopState, SynthesisLoop
+from .metrics import Metrics
 from .references import ReferenceReader
 from .scheduler import Scheduler
 from .servicer import TtsServicer
@@ -42,6 +43,8 @@ class Server:
     def __init__(self, speech: Speech, config: ServerConfig, clock: Callable[[], float]):
         self.config = config
         self.address = ""  # "host:port" once started
+        self.metrics_address = ""  # of HTTP, once started, if metrics are served
+        self.metrics = Metrics()
         self._speech = speech
         self._clock = clock
         self._health = health.aio.HealthServicer()  # pyright: ignore[reportAttributeAccessIssue]
@@ -50,6 +53,7 @@ class Server:
         self._failed = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
         self._grpc: grpc.aio.Server | None = None
+        self._stop_metrics: Callable[[], None] | None = None
         self._loop: SynthesisLoop[Mailbox] | None = None
         self._references: ReferenceReader | None = None
 
@@ -74,8 +78,10 @@ class Server:
             deliver=lambda mail: _post(aio, deliver, mail),
             on_state=lambda state: _post(aio, self._on_state, state),
             max_unread_frames=max(1, round(config.max_unread_s / frame_s)),
+            metrics=self.metrics,
             clock=self._clock,
         )
+        self.metrics.watch(self._loop.load)
         keys = KeyRing() if config.api_keys is None else KeyRing.from_file(config.api_keys)
         self._grpc = grpc.aio.server(
             options=[
@@ -97,7 +103,15 @@ class Server:
         )
         self._references = ReferenceReader(self._speech, self._loop, self._executor, config.max_cached_bytes)
         servicer = TtsServicer(
-            self._speech, self._loop, self._executor, self._references, voices, keys, config, self._clock
+            self._speech,
+            self._loop,
+            self._executor,
+            self._references,
+            voices,
+            keys,
+            self.metrics,
+            config,
+            self._clock,
         )
         tts_pb2_grpc.add_TtsServicer_to_server(servicer, self._grpc)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._grpc)
@@ -117,6 +131,10 @@ class Server:
         if credentials is None and not _is_loopback(config.host):
             logger.warning("anybody on the network can read what is said here: there is no encryption")
         self.address = f"{config.host}:{port}"
+        if config.metrics_port is not None:
+            metrics_port, self._stop_metrics = self.metrics.serve(config.metrics_port)
+            self.metrics_address = f"127.0.0.1:{metrics_port}"
+            logger.info("metrics on http://%s/metrics", self.metrics_address)
         await self._grpc.start()
         logger.info("listening on %s; warming up", self.address)
         self._loop.start()
@@ -145,6 +163,9 @@ class Server:
         self._settled.set()
         await asyncio.gather(*self._tasks)
         self._executor.shutdown(wait=True, cancel_futures=True)
+        if self._stop_metrics is not None:
+            await asyncio.to_thread(self._stop_metrics)
+            self._stop_metrics = None
         logger.info("stopped")
 
     def _on_state(self, state: LoopState) -> None:

@@ -14,7 +14,7 @@ import uuid
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Executor
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import grpc
@@ -47,8 +47,9 @@ from fishjax.rpc.v1 import tts_pb2, tts_pb2_grpc
 from . import logs
 from .config import ServerConfig
 from .contract import Speech
-from .keys import ApiKey, KeyRing
+from .keys import ANYBODY, ApiKey, KeyRing
 from .loop import SynthesisLoop
+from .metrics import Metrics
 from .references import ReferenceReader
 from .request import Clip, Finished, SpeechRequest
 from .scheduler import Priority
@@ -96,14 +97,20 @@ _NUM_CHANNELS = 1
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Call:
-    """One call: its id, whose it is, when it came and how long it may take (seconds; None: as long as it takes)."""
+    """One call: its id, whose it is, when it came and how long it may take (seconds; None: as long as it takes).
+
+    `outcome` is how it ended, and `figures` what else the log tells of it.
+    """
 
     request_id: str
-    key: ApiKey
+    rpc: str
     arrived_s: float
     remaining_s: float | None
+    key: ApiKey = ANYBODY
+    outcome: str = "ok"
+    figures: dict[str, str | float] = field(default_factory=dict)
 
 
 class TtsServicer(tts_pb2_grpc.TtsServicer):
@@ -117,6 +124,7 @@ class TtsServicer(tts_pb2_grpc.TtsServicer):
         references: ReferenceReader,
         voices: VoiceStore,
         keys: KeyRing,
+        metrics: Metrics,
         config: ServerConfig,
         clock: Callable[[], float],
     ):
@@ -126,12 +134,13 @@ class TtsServicer(tts_pb2_grpc.TtsServicer):
         self._references = references
         self._voices = voices
         self._keys = keys
+        self._metrics = metrics
         self._config = config
         self._clock = clock
 
     async def Synthesize(self, request: tts_pb2.SynthesizeRequest, context: Context) -> None:
         """Speak a text: header, audio messages, summary."""
-        async with self._answering(context) as call:
+        async with self._answering(context, "Synthesize") as call:
             asked = self._parse(request, check_text(request.text, self._config), call)
             with self._keys.using(call.key, self._clock()):
                 await self._speak(call, asked, context)
@@ -140,7 +149,7 @@ class TtsServicer(tts_pb2_grpc.TtsServicer):
         self, request_iterator: AsyncIterator[tts_pb2.SynthesizeLiveRequest], context: Context
     ) -> None:
         """Speak a text that arrives in pieces."""
-        async with self._answering(context) as call:
+        async with self._answering(context, "SynthesizeLive") as call:
             start = await self._next_piece(request_iterator)
             if start is None or not start.HasField("start"):
                 raise InvalidRequest("the first message of SynthesizeLive must be 'start'")
@@ -181,7 +190,8 @@ class TtsServicer(tts_pb2_grpc.TtsServicer):
     async def _speak(
         self, call: Call, request: SpeechRequest, context: Context, pieces: AsyncIterator[str | None] | None = None
     ) -> None:
-        arrived_s = call.arrived_s
+        arrived_s, priority = call.arrived_s, request.priority.name
+        call.figures["priority"] = priority
         engine = self._speech.engine
         encoder = StreamEncoder(request.audio_format, engine.sample_rate_hz)
         pace = ReaderPace(self._config.slow_reader_s, self._clock)
@@ -197,6 +207,9 @@ class TtsServicer(tts_pb2_grpc.TtsServicer):
                     pace.caught_up()
                 if first_audio_s is None:
                     first_audio_s = self._clock()
+                    assert session.started_s is not None, "a slot comes before sound"
+                    self._metrics.first_sound.labels(call.rpc, priority).observe(first_audio_s - arrived_s)
+                    self._metrics.queue_wait.labels(call.rpc, priority).observe(session.started_s - arrived_s)
                 audio = tts_pb2.Audio(
                     data=encoder.encode(sound.audio_T), first_frame=sound.first_frame, num_frames=sound.num_frames
                 )
@@ -217,14 +230,17 @@ class TtsServicer(tts_pb2_grpc.TtsServicer):
             num_preemptions=finished.num_saves,
         )
         await pace.write(context.write(tts_pb2.SynthesizeResponse(summary=summary)), 0.0)
-        logger.info(
-            "%s after %d frames; queue %.0f ms, first audio %.0f ms, total %.0f ms",
-            finished.reason,
-            num_frames,
-            summary.queue_ms,
-            summary.first_audio_ms,
-            summary.total_ms,
-        )
+        call.outcome = finished.reason
+        call.figures |= {
+            "num_frames": num_frames,
+            "queue_ms": summary.queue_ms,
+            "first_audio_ms": summary.first_audio_ms,
+            "total_ms": summary.total_ms,
+            "num_preemptions": summary.num_preemptions,
+        }
+        if pieces is None:  # else the text sets the pace
+            took_s = max(self._clock() - started_s, 1e-6)
+            self._metrics.real_time_factor.labels(priority).observe(summary.audio_seconds / took_s)
 
     def _header(self, request: SpeechRequest) -> tts_pb2.Header:
         engine = self._speech.engine
@@ -242,7 +258,7 @@ class TtsServicer(tts_pb2_grpc.TtsServicer):
         self, request: tts_pb2.GetServerInfoRequest, context: Context
     ) -> tts_pb2.GetServerInfoResponse:
         """The model, the limits and the load."""
-        async with self._answering(context):
+        async with self._answering(context, "GetServerInfo"):
             return self._info()
         return tts_pb2.GetServerInfoResponse()  # the caller went away
 
@@ -278,7 +294,7 @@ class TtsServicer(tts_pb2_grpc.TtsServicer):
 
     async def CreateVoice(self, request: tts_pb2.CreateVoiceRequest, context: Context) -> tts_pb2.CreateVoiceResponse:
         """Encode clips once, and store them."""
-        async with self._answering(context) as call:
+        async with self._answering(context, "CreateVoice") as call:
             clips = check_clips(request.references, self._config)
             if not clips:
                 raise InvalidRequest("a voice needs at least one reference")
@@ -296,39 +312,41 @@ class TtsServicer(tts_pb2_grpc.TtsServicer):
 
     async def ListVoices(self, request: tts_pb2.ListVoicesRequest, context: Context) -> tts_pb2.ListVoicesResponse:
         """All stored voices, by name."""
-        async with self._answering(context):
+        async with self._answering(context, "ListVoices"):
             return tts_pb2.ListVoicesResponse(voices=[self._voice_to_proto(voice) for voice in self._voices.all()])
         return tts_pb2.ListVoicesResponse()  # the caller went away
 
     async def DeleteVoice(self, request: tts_pb2.DeleteVoiceRequest, context: Context) -> tts_pb2.DeleteVoiceResponse:
         """Forget a voice."""
-        async with self._answering(context):
+        async with self._answering(context, "DeleteVoice"):
             await self._voices.delete(request.voice_id)
             logger.info("voice %s: deleted", request.voice_id)
         return tts_pb2.DeleteVoiceResponse()
 
     @asynccontextmanager
-    async def _answering(self, context: Context) -> AsyncIterator[Call]:
+    async def _answering(self, context: Context, rpc: str) -> AsyncIterator[Call]:
         """Give a call its request id and find out whose it is; what is raised inside becomes the call's status."""
-        request_id, arrived_s = uuid.uuid4().hex, self._clock()
-        with logs.request(request_id):
+        call = Call(uuid.uuid4().hex, rpc, self._clock(), context.time_remaining())
+        with logs.request(call.request_id):
             try:
-                key = self._keys.authenticate(_authorization(context))
-                yield Call(request_id, key, arrived_s, context.time_remaining())
+                call.key = self._keys.authenticate(_authorization(context))
+                yield call
             except asyncio.CancelledError:
-                logger.info("the caller went away")
+                call.outcome = _how_it_left(context)
                 raise
             except FishjaxError as error:
+                call.outcome = STATUS[type(error)].name.lower()
                 await _abort(context, error)
-            except grpc.aio.AbortError:
-                raise
             except Exception:
+                call.outcome = _how_it_left(context) if context.cancelled() else "internal"
                 if context.cancelled():
-                    logger.info("the caller went away")  # in the middle of a write, which then fails
-                    return
+                    return  # in the middle of a write, which then fails
                 logger.exception("a fault of the server")
-                sentence = f"a fault of the server; its log has it as request {request_id}"
+                sentence = f"a fault of the server; its log has it as request {call.request_id}"
                 await _say_goodbye(context, grpc.StatusCode.INTERNAL, sentence)
+            finally:
+                self._metrics.requests.labels(rpc, call.outcome).inc()
+                logs.figures(logger, {"rpc": rpc, "key": call.key.name, "outcome": call.outcome, **call.figures})
 
     def _voice_to_proto(self, voice: Voice) -> tts_pb2.Voice:
         engine = self._speech.engine
@@ -431,6 +449,12 @@ async def _say_goodbye(
     except grpc.aio.InternalError:
         logger.info("the caller went away before it read its status")
         raise asyncio.CancelledError from None
+
+
+def _how_it_left(context: Context) -> str:
+    """A caller that is not there any more: its deadline passed, or it went away."""
+    remaining_s = context.time_remaining()
+    return "cancelled" if remaining_s is None or remaining_s > 0 else "deadline_exceeded"
 
 
 def _authorization(context: Context) -> str | None:

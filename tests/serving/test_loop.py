@@ -10,6 +10,7 @@ from fishjax.engine.sampling_params import SamplingParams
 from fishjax.errors import DeadlineExceeded, Draining, EngineFailed, InvalidRequest, NotReady, PromptTooLong, QueueFull
 from serving._testing import FakeEngine, FakeSpeech, frame_level
 from serving.loop import LoopState, SynthesisLoop
+from serving.metrics import Metrics
 from serving.request import Failed, Finished, Frame, Started
 from serving.scheduler import Priority, Scheduler
 
@@ -30,6 +31,7 @@ class Harness:
             deliver=lambda mail: [mailbox.put(event) for mailbox, event in mail],
             on_state=self.states.put,
             max_unread_frames=max_unread_frames,
+            metrics=Metrics(),
             clock=lambda: self.now_s,
         )
 

@@ -101,6 +101,8 @@ def serving(*arguments):
 def test_help_names_units_and_defaults():
     result = serving("--help")
     assert result.returncode == 0
+    for option in ("--max-batch-queue", "--voices", "--api-keys", "--tls-cert", "--tls-client-ca", "--metrics-port"):
+        assert option in result.stdout
     for option in ("--model", "--slots", "--max-len", "--host", "--port", "--precision", "127.0.0.1", "50051"):
         assert option in result.stdout
     assert "Seconds" in result.stdout

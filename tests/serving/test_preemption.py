@@ -9,6 +9,7 @@ import pytest
 from fishjax.engine.sampling_params import SamplingParams
 from fishjax.rpc.v1 import tts_pb2
 from serving.loop import LoopState, SynthesisLoop
+from serving.metrics import Metrics
 from serving.request import Failed, Finished, Frame
 from serving.scheduler import Priority, Scheduler
 
@@ -51,6 +52,7 @@ class Harness:
             deliver=lambda mail: [mailbox.put(event) for mailbox, event in mail],
             on_state=states.put,
             max_unread_frames=100_000,
+            metrics=Metrics(),
         )
         self.loop.start()
         assert states.get(timeout=PATIENCE_S) is LoopState.SERVING

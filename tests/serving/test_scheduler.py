@@ -341,6 +341,23 @@ def test_an_idle_request_of_batch_gives_way_first_and_comes_back_when_it_has_tex
     assert ids(scheduler.plan(0.0).resume) == ["idle"]
 
 
+def test_it_tells_who_ran_dry_before_the_sound_came():
+    scheduler = batch_scheduler(num_slots=2)
+    scheduler.add("r", REALTIME), scheduler.add("b", BATCH)
+    plan = scheduler.plan(0.0)
+    both = {"r": SOUND, "b": SOUND}
+    assert scheduler.apply(plan, both, 7.0) == ()  # the first sound is never late
+    assert scheduler.apply(plan, {"r": SOUND}, 7.0) == ()
+    assert scheduler.apply(plan, both, 7.0 + 1.5 * FRAME_S) == (BATCH,)
+    assert scheduler.apply(plan, both, 7.0 + 1.6 * FRAME_S) == ()
+    # 2 frames were played by then; of r's 4 it has heard 3.1 at first, of b's 3 it heard 1 late.
+    assert scheduler.apply(plan, both, 7.0 + 4.1 * FRAME_S) == (REALTIME, BATCH)
+    assert scheduler.apply(plan, {"r": IDLE}, 7.0 + 4.2 * FRAME_S) == ()
+    scheduler.wake("r")
+    plan = scheduler.plan(99.0)
+    assert scheduler.apply(plan, {"r": SOUND}, 99.0) == ()  # it had nothing to say
+
+
 def test_silence_for_want_of_text_is_not_a_listener_running_dry():
     scheduler = batch_scheduler(num_slots=8)
     running(scheduler, ["a"], frames=1)

@@ -70,7 +70,15 @@ async def test_pace_does_not_wait_for_ever():
 
 
 @pytest.mark.parametrize(
-    ("field", "value"), [("port", -1), ("max_queue", -1), ("slow_reader_s", 0), ("max_message_bytes", 10)]
+    ("field", "value"),
+    [
+        ("port", -1),
+        ("metrics_port", 70_000),
+        ("max_live_pause_s", 0),
+        ("max_queue", -1),
+        ("slow_reader_s", 0),
+        ("max_message_bytes", 10),
+    ],
 )
 def test_config_names_the_wrong_field(field, value):
     with pytest.raises(InvalidRequest, match=field):
@@ -100,6 +108,16 @@ def test_log_lines_carry_the_request(root_logger, capsys):
         ("abc", "hello 1", "INFO"),
         ("-", "outside", "WARNING"),
     ]
+
+
+def test_figures_are_fields_of_the_line_and_words_for_people(root_logger, capsys):
+    logs.configure(as_json=True)
+    logs.figures(logging.getLogger("x"), {"rpc": "Synthesize", "total_ms": 12.3456})
+    line = json.loads(capsys.readouterr().err)
+    assert (line["rpc"], line["total_ms"]) == ("Synthesize", 12.3)
+    logs.configure()
+    logs.figures(logging.getLogger("x"), {"rpc": "Synthesize", "total_ms": 12.3456})
+    assert "call ended: rpc Synthesize, total_ms 12.3" in capsys.readouterr().err
 
 
 def test_only_logs_configures_handlers():
