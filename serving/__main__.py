@@ -28,7 +28,7 @@ _DEFAULT = ServerConfig()
 
 @app.command()
 def serve(
-    model: Annotated[Path | None, typer.Option(help="Model folder [default: minnow, which ships]")] = None,
+    model: Annotated[Path | None, typer.Option(help="Model folder", show_default="minnow, which ships")] = None,
     slots: Annotated[int, typer.Option(help="Requests spoken at once; 1 is the low-latency server", min=1)] = 4,
     max_len: Annotated[int, typer.Option(help="Positions of a slot: prompt columns and frames", min=16)] = 1024,
     host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0: the network")] = _DEFAULT.host,
@@ -36,7 +36,7 @@ def serve(
     precision: Annotated[
         str | None,
         typer.Option(
-            help="bf16, or per module: slow=fp8,fast=bf16,head=bf16,kv=fp8,codec=bf16 [default: fp32 on a CPU]"
+            help="bf16, or per module: slow=fp8,fast=bf16,head=bf16,kv=fp8,codec=bf16", show_default="fp32 on a CPU"
         ),
     ] = None,
     max_queue: Annotated[
@@ -51,21 +51,23 @@ def serve(
     ] = _DEFAULT.slow_reader_s,
     api_keys: Annotated[
         Path | None,
-        typer.Option(help="JSON file of hashed keys: python -m serving.keys [default: none needed]"),
+        typer.Option(help="JSON file of hashed keys: python -m serving.keys", show_default="none needed"),
     ] = None,
     tls_cert: Annotated[
-        Path | None, typer.Option(help="PEM certificate with its chain [default: no encryption]")
+        Path | None, typer.Option(help="PEM certificate with its chain", show_default="no encryption")
     ] = None,
     tls_key: Annotated[Path | None, typer.Option(help="PEM key of the certificate")] = None,
     tls_client_ca: Annotated[
         Path | None, typer.Option(help="PEM certificates; callers must show one that these have signed")
     ] = None,
     voices: Annotated[
-        Path | None, typer.Option(help="Folder of stored voices [default: none; voices go with the process]")
+        Path | None, typer.Option(help="Folder of stored voices", show_default="none; voices go with the process")
     ] = None,
     metrics_port: Annotated[
         int | None,
-        typer.Option(help="Port of Prometheus metrics on 127.0.0.1; 0: a free one [default: none]", min=0, max=65535),
+        typer.Option(
+            help="Port of Prometheus metrics on 127.0.0.1; 0: a free one", show_default="none", min=0, max=65535
+        ),
     ] = None,
     log_level: Annotated[logs.Level, typer.Option(help="Least level to log", case_sensitive=False)] = logs.Level.INFO,
     log_json: Annotated[bool, typer.Option("--log-json", help="One JSON document a line")] = False,
