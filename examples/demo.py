@@ -18,6 +18,7 @@ import numpy as np
 
 from fishjax.audio.encode import write_wav
 from fishjax.client import Client
+from fishjax.status_line import StatusLine
 
 
 def free_port() -> int:
@@ -30,19 +31,19 @@ def free_port() -> int:
 def wait_until_ready(client: Client, server: subprocess.Popen[bytes], timeout_s: float) -> None:
     """Show that time passes while the server compiles; end with a sentence when it dies or takes too long."""
     started = time.monotonic()
-    while True:
-        if server.poll() is not None:
-            sys.exit(f"the server ended with exit code {server.returncode}; its own words are above")
-        elapsed = time.monotonic() - started
-        if elapsed > timeout_s:
-            sys.exit(f"the server was not ready after {timeout_s:.0f} s")
-        print(f"\rcompiling the model [{'#' * min(int(elapsed), 40):<40}] {elapsed:3.0f} s", end="", file=sys.stderr)
-        try:
-            client.wait_ready(timeout_s=0.5)
-        except TimeoutError:
-            continue
-        print(f"\rserver ready after {time.monotonic() - started:.1f} s{' ' * 48}", file=sys.stderr)
-        return
+    with StatusLine() as status:
+        status("the server reads and compiles the model")
+        while True:
+            if server.poll() is not None:
+                sys.exit(f"the server ended with exit code {server.returncode}; its own words are above")
+            if time.monotonic() - started > timeout_s:
+                sys.exit(f"the server was not ready after {timeout_s:.0f} s")
+            try:
+                client.wait_ready(timeout_s=0.5)
+            except TimeoutError:
+                continue
+            break
+    print(f"server ready after {time.monotonic() - started:.1f} s", file=sys.stderr)
 
 
 def main() -> None:

@@ -51,7 +51,9 @@ def say(
     ] = None,
     max_len: Annotated[int, typer.Option(help="Room for one prompt and its speech, in columns and frames")] = 1024,
     model: ModelOption = None,
-    precision: Annotated[str | None, typer.Option(help=_WORDS, show_default="fp32 on a CPU, bf16 on a GPU")] = None,
+    precision: Annotated[
+        str | None, typer.Option(help=_WORDS, show_default="as converted, else fp32 on a CPU, bf16 on a GPU")
+    ] = None,
     json_output: JsonOption = False,
 ) -> None:
     """Speak TEXT into a WAV file."""
@@ -84,7 +86,10 @@ def say(
     if not frames or first_sound is None:
         _say_to_stderr("the model ended before its first sound: nothing was written; try another --seed")
         raise typer.Exit(1)
-    write_wav(output, frames, rate_hz)
+    try:
+        write_wav(output, frames, rate_hz)
+    except OSError as error:
+        raise InvalidRequest(f"cannot write {output}: {error.strerror}") from error
     seconds = len(frames) * samples_per_frame / rate_hz
     result = {
         "output": str(output),
