@@ -16,12 +16,11 @@ import numpy as np
 from flax import nnx
 
 from fishjax.codec import Codec
-from fishjax.config import CodecConfig, read_json
 from fishjax.errors import WeightsError
-from fishjax.verify.dualar import FLOAT_TOLERANCE, Replayed, long_runs, model_folders, replay_folder, single_runs
-from fishjax.verify.report import FileReport, GoldenFile
-from fishjax.weights.codec_names import assign_public
-from fishjax.weights.files import read_checkpoint
+from fishjax.verify.dualar_runs import Replayed, long_runs, replay_folder, single_runs
+from fishjax.verify.folders import is_codec_config, model_folders
+from fishjax.verify.report import FLOAT_TOLERANCE, FileReport, GoldenFile
+from fishjax.weights.load_codec import load_codec
 
 _ENTRY = re.compile(r"(?P<run>.+)\.(codes|waveform|segment(?P<index>\d+))")
 
@@ -55,7 +54,7 @@ def verify(folder: Path, root: Path) -> list[FileReport]:
 def _pairs(root: Path, runs: set[str]) -> Iterator[tuple[Path, Codec]]:
     """Folders whose file records all `runs`, with every codec of the same number of codebooks."""
     folders = [root, *sorted(path for path in root.rglob("*") if path.is_dir())]
-    codecs = [_load_codec(place) for place in folders if _is_codec_folder(place)]
+    codecs = [load_codec(place)[1] for place in folders if is_codec_config(place / "config.json")]
     for voice in folders:
         places = model_folders(voice)
         if not places:
@@ -93,16 +92,3 @@ def _compare(golden: GoldenFile, replayed: Replayed, codec: Codec) -> FileReport
         if f"{name}.waveform" in golden:
             golden.compare(f"{name}.waveform", np.concatenate(sounds), FLOAT_TOLERANCE)
     return golden.report()
-
-
-def _is_codec_folder(folder: Path) -> bool:
-    config_path = folder / "config.json"
-    return config_path.is_file() and "encoder_dim" in read_json(config_path)
-
-
-def _load_codec(folder: Path) -> Codec:
-    config = CodecConfig.from_file(folder / "config.json")
-    path, tensors = read_checkpoint(folder)
-    codec = nnx.eval_shape(lambda: Codec(config, rngs=nnx.Rngs(0)))
-    assign_public(codec, tensors, source=str(path))
-    return codec

@@ -1,6 +1,6 @@
 """Reference mode of one utterance: frame by frame with the full head, every detail of the original's loop.
 
-Place in the flow: `verify.dualar` compares what this returns with recorded runs. The engine does not use it.
+Place in the flow: `verify.dualar_runs` compares what this returns with recorded runs. The engine does not use it.
 The loop keeps the original's habits: the first frame may be the end of speech without stopping anything and
 never enters the repetition window; a second draw is made on every frame; the token after the last frame is kept.
 """

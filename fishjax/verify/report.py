@@ -17,6 +17,9 @@ from safetensors.numpy import load_file
 
 from fishjax.errors import WeightsError
 
+FLOAT_TOLERANCE = 2e-4
+"""Of a float32 replay, scaled by max(1, largest magnitude)."""
+
 
 @dataclass(frozen=True, slots=True)
 class Check:
