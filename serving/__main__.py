@@ -19,7 +19,9 @@ from fishjax.errors import FishjaxError
 from . import logs
 from .config import ServerConfig
 from .contract import Speech
+from .keys import read_keys
 from .server import build
+from .tls import server_credentials
 
 logger = logging.getLogger(__name__)
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
@@ -69,6 +71,12 @@ def serve(
             help="Port of Prometheus metrics on 127.0.0.1; 0: a free one", show_default="none", min=0, max=65535
         ),
     ] = None,
+    compile_cache: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder of compiled programs for the next start [default: fishjax/compiled in the user's cache folder]"
+        ),
+    ] = None,
     log_level: Annotated[logs.Level, typer.Option(help="Least level to log", case_sensitive=False)] = logs.Level.INFO,
     log_json: Annotated[bool, typer.Option("--log-json", help="One JSON document a line")] = False,
 ) -> None:
@@ -88,8 +96,13 @@ def serve(
         drain_s=drain,
         slow_reader_s=slow_reader,
     )
+    # Mistakes are told before a model is loaded.
+    server_credentials(config)
+    read_keys(config)
+    from fishjax.engine.compile_cache import default_folder, keep_compiled
     from fishjax.speech import load
 
+    keep_compiled(compile_cache or default_folder())
     speech = load(model, num_slots=slots, max_len=max_len, precision=precision, progress=logger.info, warm=False)
     raise typer.Exit(asyncio.run(run(speech, config)))
 

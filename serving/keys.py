@@ -25,6 +25,7 @@ from typing import Any
 
 from fishjax.errors import InvalidRequest, LimitReached, NotAllowed, Unauthenticated
 
+from .config import ServerConfig
 from .scheduler import Priority
 
 _SCHEME = "bearer "
@@ -118,6 +119,11 @@ class KeyRing:
             yield
         finally:
             use.active -= 1
+
+
+def read_keys(config: ServerConfig) -> KeyRing:
+    """The keys that a server asks for. Raises InvalidRequest as `KeyRing.from_file`."""
+    return KeyRing() if config.api_keys is None else KeyRing.from_file(config.api_keys)
 
 
 def _parse(entry: dict[str, Any], number: int) -> ApiKey:

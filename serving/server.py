@@ -21,7 +21,7 @@ from fishjax.rpc.v1 import tts_pb2, tts_pb2_grpc
 
 from .config import ServerConfig
 from .contract import Speech
-from .keys import KeyRing
+from .keys import read_keys
 from .loop import LoopState, SynthesisLoop
 from .metrics import Metrics
 from .references import ReferenceReader
@@ -82,7 +82,6 @@ class Server:
             clock=self._clock,
         )
         self.metrics.watch(self._loop.load)
-        keys = KeyRing() if config.api_keys is None else KeyRing.from_file(config.api_keys)
         self._grpc = grpc.aio.server(
             options=[
                 ("grpc.max_receive_message_length", config.max_message_bytes),
@@ -108,7 +107,7 @@ class Server:
             self._executor,
             self._references,
             voices,
-            keys,
+            read_keys(config),
             self.metrics,
             config,
             self._clock,

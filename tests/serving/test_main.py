@@ -101,7 +101,15 @@ def serving(*arguments):
 def test_help_names_units_and_defaults():
     result = serving("--help")
     assert result.returncode == 0
-    for option in ("--max-batch-queue", "--voices", "--api-keys", "--tls-cert", "--tls-client-ca", "--metrics-port"):
+    for option in (
+        "--max-batch-queue",
+        "--voices",
+        "--api-keys",
+        "--tls-cert",
+        "--tls-client-ca",
+        "--metrics-port",
+        "--compile-cache",
+    ):
         assert option in result.stdout
     for option in ("--model", "--slots", "--max-len", "--host", "--port", "--precision", "127.0.0.1", "50051"):
         assert option in result.stdout
@@ -110,4 +118,9 @@ def test_help_names_units_and_defaults():
 
 def test_usage_errors_exit_2(tmp_path):
     assert serving("--slots", "0").returncode == 2
+    for options in (("--api-keys", tmp_path / "none"), ("--tls-cert", tmp_path / "none")):
+        result = serving(*map(str, options))
+        assert result.returncode == 2
+        assert result.stderr.startswith("error: ")  # before a model was loaded
+        assert str(tmp_path) not in result.stderr
     assert serving("--port", "70000").returncode == 2
