@@ -2,14 +2,38 @@
 
 from __future__ import annotations
 
+import math
+from functools import partial
+
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from flax import nnx
 from safetensors.numpy import load_file
 
+from fishjax.codec import Codec
 from fishjax.codec.stream import stream_decode
+from fishjax.config import CodecConfig
 from fishjax.weights.load_codec import load_codec
+
+
+@pytest.fixture
+def random_codec(monkeypatch):
+    """Makes a codec as its constructor does, the same numbers with one program: JAX compiles one for each shape.
+
+    A number that JAX draws depends on its key and its place alone, so that all shapes are the head of one long draw.
+    """
+    draw = jax.jit(partial(jax.random.normal, shape=(8192,)))
+    monkeypatch.setattr(
+        jax.random, "normal", lambda key, shape: np.asarray(draw(key))[: math.prod(shape)].reshape(shape)
+    )
+
+    def make(config: CodecConfig) -> Codec:
+        graph, state = nnx.split(Codec(config, rngs=nnx.Rngs(0)))
+        return nnx.merge(graph, jax.tree.map(jnp.asarray, state))
+
+    return make
 
 
 @pytest.fixture(scope="session")

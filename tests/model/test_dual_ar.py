@@ -43,6 +43,12 @@ def assert_close(actual, expected, tolerance: float = 2e-4):
     assert worst <= tolerance
 
 
+@jax.jit
+def extend(model: DualAR, x_BTD: jax.Array, start_B: jax.Array, cache):
+    """`slow.extend` as one program: operation by operation, each would be compiled by itself."""
+    return model.slow.extend(x_BTD, start_B, cache)
+
+
 def columns(array: np.ndarray) -> jax.Array:
     return jnp.asarray(array, jnp.int32)[None]
 
@@ -65,14 +71,14 @@ def test_prefill_cache_and_step(model, expected):
     prompt, length = columns(expected["prompt0"]), expected["prompt0"].shape[1]
     cache = init_cache(model.config, 1, 128)
     start = jnp.zeros(1, jnp.int32)
-    hidden, cache = model.slow.extend(model.slow.embed(prompt, generation=True), start, cache)
+    hidden, cache = extend(model, model.slow.embed(prompt, generation=True), start, cache)
     assert_close(cache.k_BGSd[0][0, :, :length], expected["prefill.k_cache_layer0"])
     assert_close(cache.v_BGSd[-1][0, :, :length], expected["prefill.v_cache_last"])
     assert_close(model.fast_hidden(hidden)[0], expected["prefill.hidden_all"])
     assert_close(model.slow.logits(hidden)[0], expected["prefill.logits_all"])
     assert_close(model.fast_input(hidden[:, -1]), expected["prefill.hidden_projected"])
     x = model.slow.embed(columns(expected["step.column"]), generation=True)
-    hidden, _ = model.slow.extend(x, start + length, cache)
+    hidden, _ = extend(model, x, start + length, cache)
     assert_close(model.slow.logits(hidden[0]), expected["step.logits"])
     assert_close(model.fast_input(hidden[0]), expected["step.hidden_projected"])
 
@@ -102,7 +108,7 @@ def test_train_forward(model, expected):
 def test_train_forward_with_biases_and_untied_head(golden):
     _, model = load_dual_ar(golden / "dualar_bias")
     expected = load_file(golden / "dualar_bias" / "expected.safetensors")
-    hidden, logits = model.train_logits(jnp.asarray(expected["inp"], jnp.int32))
+    hidden, logits = jax.jit(DualAR.train_logits)(model, jnp.asarray(expected["inp"], jnp.int32))
     assert_close(logits, expected["token_logits"])
     assert_close(
         model.fast_logits(*select_frames(model.config, hidden, expected["labels"])), expected["codebook_logits"]
@@ -120,20 +126,20 @@ def test_gradients_are_finite_and_reach_every_parameter(model, expected):
         code_loss = -jnp.take_along_axis(jax.nn.log_softmax(model.fast_logits(*frames)), frames[1][..., None], -1)
         return jnp.where(mask, 0.0, token_loss).sum() + code_loss.sum()
 
-    for path, gradient in nnx.to_flat_state(nnx.grad(loss)(model)):
+    for path, gradient in nnx.to_flat_state(jax.device_get(nnx.jit(nnx.grad(loss))(model))):
         assert np.isfinite(gradient[...]).all(), path
         assert np.abs(gradient[...]).max() > 0, path
 
 
 def test_chunks_at_per_slot_positions_equal_the_whole(model, expected):
     prompt = expected["prompt0"]
-    whole, _ = model.generate_forward(columns(prompt))
+    whole, _ = jax.jit(DualAR.generate_forward)(model, columns(prompt))
     cache = init_cache(model.config, 2, 128)
     # Slot 0 is behind slot 1 by 10 columns; both end with the same prompt.
     x = model.slow.embed(jnp.asarray(np.stack([prompt[:, :30], prompt[:, :30]]), jnp.int32), generation=True)
-    _, cache = model.slow.extend(x, jnp.zeros(2, jnp.int32), cache)
+    _, cache = extend(model, x, jnp.zeros(2, jnp.int32), cache)
     x = model.slow.embed(jnp.asarray(np.stack([prompt[:, 20:60], prompt[:, 30:70]]), jnp.int32), generation=True)
-    hidden, cache = model.slow.extend(x, jnp.array([20, 30]), cache)
+    hidden, cache = extend(model, x, jnp.array([20, 30]), cache)
     assert_close(hidden[0], whole[0, 20:60], 1e-5)
     assert_close(hidden[1], whole[0, 30:70], 1e-5)
 
@@ -147,7 +153,7 @@ def test_a_slot_does_not_depend_on_the_others(model):
         column[:, 0, 0] = [3, 440, int(abs(neighbour_scale)) + 5]
         column[1, 1:, 0] = [8, 1, 2, 3]
         x = model.slow.embed(jnp.asarray(column), generation=True)
-        hidden, _ = model.slow.extend(x, jnp.array([int(abs(neighbour_scale)), 17, 50]), fill)
+        hidden, _ = extend(model, x, jnp.array([int(abs(neighbour_scale)), 17, 50]), fill)
         logits, _ = model.fast.start(model.fast_input(hidden[:, 0]), jnp.array([int(abs(neighbour_scale)), 8, 1]))
         return model.slow.logits(hidden)[1], logits[1]
 
@@ -176,10 +182,10 @@ def test_cache_writes_in_place_when_donated(model):
 def test_fp8_cache_is_near_and_reads_what_it_wrote(model, expected):
     prompt = expected["prompt0"]
     x = model.slow.embed(columns(prompt), generation=True)
-    exact, _ = model.slow.extend(x, jnp.zeros(1, jnp.int32), init_cache(model.config, 1, 128))
+    exact, _ = extend(model, x, jnp.zeros(1, jnp.int32), init_cache(model.config, 1, 128))
     cache = init_cache(model.config, 1, 128, jnp.float8_e4m3fn)
-    _, cache = model.slow.extend(x[:, :-1], jnp.zeros(1, jnp.int32), cache)
-    near, _ = model.slow.extend(x[:, -1:], jnp.array([prompt.shape[1] - 1]), cache)
+    _, cache = extend(model, x[:, :-1], jnp.zeros(1, jnp.int32), cache)
+    near, _ = extend(model, x[:, -1:], jnp.array([prompt.shape[1] - 1]), cache)
     error = jnp.linalg.norm(near[0, 0] - exact[0, -1]) / jnp.linalg.norm(exact[0, -1])
     assert 1e-4 < error < 0.1
 
@@ -196,7 +202,7 @@ def test_one_token_attention_equals_the_kernel_reference():
 
 
 def test_sliced_head_gives_the_same_logits(model, expected):
-    hidden, logits = model.generate_forward(columns(expected["prompt1"]))
+    hidden, logits = jax.jit(DualAR.generate_forward)(model, columns(expected["prompt1"]))
     ids = candidate_ids(model.config, IM_END)
     assert ids[0] == 432 and ids[-2] == 495 and ids[-1] == IM_END and len(ids) == 65
     np.testing.assert_allclose(
@@ -209,7 +215,7 @@ def test_padded_rows_stay_finite():
     config = ModelConfig(slow, slow, 64, 2, 8, 8, 15)
     model = DualAR(config, rngs=nnx.Rngs(0))
     mask = jnp.array([[True, True, False, False]])  # left padding: the first rows see nothing
-    hidden, logits = model.train_logits(jnp.zeros((1, 3, 4), jnp.int32), mask)
+    hidden, logits = jax.jit(DualAR.train_logits)(model, jnp.zeros((1, 3, 4), jnp.int32), mask)
     assert np.isfinite(logits).all() and np.isfinite(hidden).all()
 
 
@@ -221,7 +227,7 @@ def test_options_change_the_result(model, field):
     prompt = jnp.asarray(np.random.default_rng(0).integers(0, 60, (1, 5, 6)), jnp.int32)
     results = []
     for c in (config, other):
-        hidden, logits = DualAR(c, rngs=nnx.Rngs(0)).train_logits(prompt)
+        hidden, logits = jax.jit(DualAR.train_logits)(DualAR(c, rngs=nnx.Rngs(0)), prompt)
         results.append(np.asarray(hidden if field == "norm_fastlayer_input" else logits))
     assert np.max(np.abs(results[0] - results[1])) > 1e-2
 
