@@ -12,6 +12,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 # up on long kernels; Lane takes the layouts that the kernel names.
 WARPGROUP = plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup)
 LANE = plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane)
+LINE = 32
+"""Float32 per 128 bytes, the least a bulk copy moves."""
 _LOAD_WANTS_INDEX = inspect.signature(plgpu.load).parameters["idx"].default is inspect.Parameter.empty
 
 

@@ -20,8 +20,9 @@ METHOD = (
     f"host_us: wall clock of one blocked replay of a chain of at least {MIN_CALLS} calls, each ordered after the one "
     f"before, divided by the calls; median of at least {MIN_REPLAYS} replays; spread (p90 - p10) / median. JAX: one "
     "jitted program; torch: one CUDA graph. Weights (keys and values) rotate over copies of more than "
-    f"{COLD_BYTES // 1_000_000} MB together; every output is kept. kernel_us: sum of the device times of all kernels "
-    "of one replay (CUPTI) over the calls. Inputs are random. No other measurement uses the GPU meanwhile."
+    f"{COLD_BYTES // 1_000_000} MB together; one element of every output is returned. kernel_us: sum of the device "
+    "times of all kernels of one replay (CUPTI) over the calls. Inputs are random. No other measurement uses the GPU "
+    "meanwhile."
 )
 
 

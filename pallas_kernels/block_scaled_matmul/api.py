@@ -43,9 +43,9 @@ def block_scaled_matmul(
         out_dtype = jnp.bfloat16 if isinstance(x_MK, BlockScaled) else x_MK.dtype
     M, K = x_MK.shape
     taken = _dispatch.choose(OP, backend, lambda: mosaic_sm90.why_not(M, w_NK.shape[0], K, config))
-    x_MK = x_MK if isinstance(x_MK, BlockScaled) else quantize_blocks(x_MK)
     if taken is _dispatch.Backend.MOSAIC:
         return mosaic_sm90.block_scaled_matmul(x_MK, w_NK, jnp.dtype(out_dtype), config)
+    x_MK = x_MK if isinstance(x_MK, BlockScaled) else quantize_blocks(x_MK, backend=_dispatch.Backend.REFERENCE)
     return reference.block_scaled_matmul(x_MK, w_NK, jnp.dtype(out_dtype))
 
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
-from typing import Literal
 
 from ..types import BLOCK
 
@@ -18,17 +16,14 @@ class Config:
     """How one matmul is cut.
 
     tile_n: weight rows of a block (64 or 128): the row side of wgmma.
-    splits: blocks that share the K of one tile.
+    splits: blocks of one cluster that share the K of one tile (at most 8) and add up their parts.
     stages: depth of the ring of 128-wide K steps in shared memory.
-    combine: where the splits' partial sums meet, in a fixed order: "cluster" pushes them to the first block over
-      distributed shared memory (at most 8 splits); "sum" writes them out for one more fused kernel.
     early: start loading weights before the kernel that makes x has ended (programmatic dependent launch).
     """
 
     tile_n: int = 64
     splits: int = 1
-    stages: int = 6
-    combine: Literal["cluster", "sum"] = "cluster"
+    stages: int = 4
     early: bool = False
 
 
@@ -37,12 +32,18 @@ def scale_rows_of(num_steps: int, splits: int) -> int:
     return (-(-num_steps // splits) + 3) // 4 * 4
 
 
+def owners_of(splits: int, M: int) -> int:
+    """Blocks of a cluster that add up and store a share of the tokens each: as many as get whole groups of 8."""
+    return next(owners for owners in range(splits, 0, -1) if M % (8 * owners) == 0)
+
+
 def shared_bytes(config: Config, M: int, K: int) -> int:
     """Shared memory of one block, bytes (barriers and alignment left out)."""
     ring = config.stages * (config.tile_n + M) * BLOCK
-    pushed = (config.splits - 1) * config.tile_n * M * 4 if config.combine == "cluster" else 0
+    share = M // owners_of(config.splits, M)
+    pushed = config.splits * config.tile_n * share * 4 if config.splits > 1 else 0
     scales = scale_rows_of(K // BLOCK, config.splits) * M * 4 + (K // BLOCK + 31) // 32 * 128
-    return ring + pushed + scales + config.tile_n * M * 4
+    return ring + pushed + scales + config.tile_n * share * 4
 
 
 def can_run(config: Config, M: int, N: int, K: int) -> str | None:
@@ -53,10 +54,8 @@ def can_run(config: Config, M: int, N: int, K: int) -> str | None:
         return f"N = {N} is not a multiple of tile_n = {config.tile_n} (64 or 128); prepare_weights pads to 64"
     if K % BLOCK:
         return f"K = {K} is not a multiple of {BLOCK}"
-    if not 1 <= config.splits <= K // BLOCK:
-        return f"splits = {config.splits} does not fit the {K // BLOCK} blocks of K = {K}"
-    if config.combine == "cluster" and config.splits > 8:
-        return f"splits = {config.splits} is more than the 8 blocks of a cluster"
+    if not 1 <= config.splits <= min(8, K // BLOCK):
+        return f"splits = {config.splits} is not in 1 ... {min(8, K // BLOCK)}: a cluster has 8 blocks, K = {K}"
     if config.stages < 1:
         return f"stages = {config.stages} must be at least 1"
     if (used := shared_bytes(config, M, K)) > SHARED_BYTES - 4096:
@@ -65,29 +64,20 @@ def can_run(config: Config, M: int, N: int, K: int) -> str | None:
 
 
 def default_config(M: int, N: int, K: int) -> Config:
-    """A config that fills the device about twice over; measured choices go to tuned/<device>.json instead."""
-    tile_n = 128 if N % 128 == 0 and N // 128 >= NUM_SMS else 64
-    splits = next((s for s in (1, 2, 4) if N // tile_n * s >= 2 * NUM_SMS), 8)
+    """Many small blocks: about two and a half to an SM; measured choices go to tuned/<device>.json instead."""
+    splits = next((s for s in (1, 2, 4) if N // 64 * s >= 2 * NUM_SMS), 8)
     splits = max(1, min(splits, K // BLOCK // 2))
-    steps = K // BLOCK // splits
-    # Two blocks to an SM: at most 72 KB of ring and 32 KB of what the other splits push.
-    stages = max(2, min(6, steps, 72 * 1024 // ((tile_n + M) * BLOCK)))
-    while splits > 1 and (splits - 1) * tile_n * M * 4 > 32 * 1024:
-        splits //= 2
-    return Config(tile_n, splits, stages)
+    return Config(64, splits, max(1, min(3 if M > 32 else 4, K // BLOCK // splits)))
 
 
 def configs_to_try(M: int, N: int, K: int) -> list[Config]:
-    """What the tuner times: splits that make half a wave to eight waves of blocks, rings for 1 ... 3 blocks an SM."""
-    found = []
-    for tile_n in (64, 128):
-        for splits in (1, 2, 4, 8):
-            if not NUM_SMS // 2 <= -(-N // tile_n) * splits <= 8 * NUM_SMS:
-                continue
-            for combine in ("cluster", "sum") if splits > 1 else ("cluster",):
-                for blocks_per_sm in (1, 2, 3):
-                    config = Config(tile_n, splits, 1, combine)
-                    room = SHARED_BYTES // blocks_per_sm - 4096 - shared_bytes(config, M, K)
-                    stages = min(12, K // BLOCK // splits, 1 + room // ((tile_n + M) * BLOCK))
-                    found.append(dataclasses.replace(config, stages=stages))
-    return list(dict.fromkeys(c for c in found if c.stages >= 2 and can_run(c, M, N, K) is None))
+    """What the tuner times: splits that make half a wave to eight waves of blocks, shallow rings and deeper ones."""
+    found = [
+        Config(tile_n, splits, stages, early)
+        for tile_n in (64, 128)
+        for splits in (1, 2, 3, 4, 6, 8)
+        if NUM_SMS // 2 <= -(-N // tile_n) * splits <= 8 * NUM_SMS
+        for stages in (2, 3, 4)
+        for early in (False, True)
+    ]
+    return [c for c in found if c.stages <= K // BLOCK // c.splits and can_run(c, M, N, K) is None]

@@ -2,11 +2,12 @@
 
     weights (tile_n, 128) ──TMA──► ring ─┐  wgmma: acc[tile_n, M] over one 128-wide step of K
     tokens  (M, 128)      ──TMA──► ring ─┘  sum += acc * w_scale[tile, k] * x_scale[k, :]     float32 registers
-    splits of K: partial sums meet in a fixed order, in the cluster's first block or in one more kernel
+    splits of K: the cluster's blocks push their sums to each other, each adds up its share of the tokens, in order
 
 The weight is wgmma's 64-row side and the tokens its N = 8 ... 128, so M = 8 costs what it reads. The tensor core's
 short accumulator never holds more than 128 products: each step starts from zero and is added to float32 registers
-with both scales. One block is one warpgroup; two or three blocks share an SM and hide each other's waits.
+with both scales. One block is one warpgroup; two to four blocks share an SM and hide each other's waits: a shallow ring
+that lets one more block in beats a deep one.
 """
 
 from __future__ import annotations
@@ -19,10 +20,11 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from .. import _tuned
 from .._dispatch import need_capability
-from .._mosaic import WARPGROUP, load, tiled
+from .._mosaic import LANE, load, tiled
 from ..prepare import prepare_weights
+from ..quantize_blocks.mosaic_sm90 import quantize_rows
 from ..types import BLOCK, BlockScaled
-from .config import Config, can_run, default_config, scale_rows_of
+from .config import Config, can_run, default_config, owners_of, scale_rows_of
 
 MAX_TILE_M = 128
 
@@ -34,22 +36,48 @@ def why_not(M: int, N: int, K: int, config: Config | None = None) -> str | None:
 
 
 def block_scaled_matmul(
-    x_MK: BlockScaled, w_NK: BlockScaled, out_dtype: jnp.dtype, config: Config | None = None, interpret=None
+    x_MK: jax.Array | BlockScaled, w_NK: BlockScaled, out_dtype: jnp.dtype, config: Config | None = None, interpret=None
 ) -> jax.Array:
     """(M, K) x (N, K) -> (M, N). A weight that is not prepared is padded here, at the price of copying it."""
-    M, K = x_MK.shape
-    N = w_NK.shape[0]
+    M = x_MK.shape[0]
+    if isinstance(x_MK, BlockScaled):
+        values, scale_KbM = transposed_scales(x_MK)
+    else:
+        values, scale_KbM = quantize_rows(x_MK, interpret)
+    return multiply_rows(values, scale_KbM, w_NK, M, out_dtype, config, interpret)
+
+
+def transposed_scales(x_MK: BlockScaled) -> tuple[jax.Array, jax.Array]:
+    """Quantised rows as the kernel reads them: values padded to 8 rows, scales (K / 128 to 4, M to 8)."""
+    padding = -x_MK.shape[0] % 8
+    scale_KbM = x_MK.scale_NbKb[:, : x_MK.shape[1] // BLOCK].T
+    return jnp.pad(x_MK.values_NK, ((0, padding), (0, 0))), jnp.pad(
+        scale_KbM, ((0, -scale_KbM.shape[0] % 4), (0, padding))
+    )
+
+
+def multiply_rows(
+    values_MK: jax.Array,
+    scale_KbM: jax.Array,
+    w_NK: BlockScaled,
+    M: int,
+    out_dtype: jnp.dtype,
+    config: Config | None = None,
+    interpret=None,
+) -> jax.Array:
+    """The first M rows of e4m3 values (M to 8, K) with scales (K / 128 or more, M to 8 or more) times w^T: (M, N)."""
+    N, K = w_NK.shape
     w_NK = prepare_weights(w_NK, "block_scaled_matmul")
-    tile_m = _tile_m(M)
-    padding = -M % tile_m
-    x_values = jnp.pad(x_MK.values_NK, ((0, padding), (0, 0)))
-    # Rows to a multiple of 4, so that even 8 tokens make whole 128-byte lines.
-    x_scale_KbM = jnp.pad(x_MK.scale_NbKb[:, : K // BLOCK].T, ((0, -(K // BLOCK) % 4), (0, padding)))
-    rows = w_NK.values_NK.shape[0]
+    tile_m, rows = _tile_m(M), w_NK.values_NK.shape[0]
+    tiled_rows = -(-M // tile_m) * tile_m
+    values_MK = values_MK[:tiled_rows]
+    more = tiled_rows - values_MK.shape[0]
+    values_MK = jnp.pad(values_MK, ((0, more), (0, 0)))
+    scale_KbM = jnp.pad(scale_KbM, ((0, 0), (0, max(0, tiled_rows - scale_KbM.shape[1]))))
     config = config or _pick(tile_m, rows, K)
     if reason := can_run(config, tile_m, rows, K):
         raise NotImplementedError(f"block_scaled_matmul: {reason}")
-    y = _call(x_values, x_scale_KbM, w_NK.values_NK, w_NK.scale_NbKb, out_dtype, tile_m, config, interpret)
+    y = _call(values_MK, scale_KbM, w_NK, M, out_dtype, tile_m, config, interpret)
     return y[:M, :N]
 
 
@@ -65,18 +93,20 @@ def _tile_m(M: int) -> int:
     return -(-M // (8 * tiles)) * 8
 
 
-def _call(x_MK, x_scale_KbM, w_NK, w_scale_NbKb, out_dtype, tile_m: int, config: Config, interpret) -> jax.Array:
+def _call(x_MK, x_scale_KbM, weight: BlockScaled, wanted: int, out_dtype, tile_m: int, config: Config, interpret):
+    w_NK, w_scale_NbKb = weight.values_NK, weight.scale_NbKb
     (M, K), N = x_MK.shape, w_NK.shape[0]
+    few = wanted < 8  # then exactly these rows are stored, so that no other kernel need cut them out
     num_steps, splits, tile_n = K // BLOCK, config.splits, config.tile_n
-    clustered = config.combine == "cluster" and splits > 1
-    summed = config.combine == "sum" and splits > 1
+    owners = owners_of(splits, tile_m)
+    share = tile_m // owners
     stages = min(config.stages, num_steps // splits)
     scale_rows = scale_rows_of(num_steps, splits)
-    store_dtype = jnp.dtype(jnp.float32) if summed else jnp.dtype(out_dtype)
 
     def body(x_gmem, x_scale_gmem, w_gmem, w_scale_gmem, y_gmem, *scratch):
         x_smem, w_smem, x_scale_smem, w_scale_smem, y_smem, loaded, scales_loaded, *cluster_scratch = scratch
-        tile, split = lax.axis_index("tile"), lax.axis_index("split")
+        tile = lax.axis_index("tile")
+        split = lax.axis_index("split") if splits > 1 else jnp.int32(0)
         # Tiles of the same weight rows are neighbours in time: the second one reads them from L2.
         m, n = lax.rem(tile, M // tile_m), lax.div(tile, M // tile_m)
         first = split * (num_steps // splits) + jnp.minimum(split, num_steps % splits)
@@ -127,37 +157,34 @@ def _call(x_MK, x_scale_KbM, w_NK, w_scale_NbKb, out_dtype, tile_m: int, config:
             plgpu.griddepcontrol_launch_dependents()
 
         def store(total):
-            y = plgpu.layout_cast(total.astype(store_dtype), plgpu.Layout.WGMMA_TRANSPOSED)
-            y_smem.T[...] = y
+            y_smem.T[...] = plgpu.layout_cast(total.astype(out_dtype), plgpu.Layout.WGMMA_TRANSPOSED)
             plgpu.commit_smem()
-            target = y_gmem.at[split] if summed else y_gmem
-            at = (pl.ds(m * tile_m, tile_m), pl.ds(n * tile_n, tile_n))
-            plgpu.copy_smem_to_gmem(y_smem, target.at[at])
+            columns = pl.ds(n * tile_n, tile_n)
+            if few:
+                plgpu.copy_smem_to_gmem(y_smem.at[pl.ds(0, wanted)], y_gmem.at[:, columns])
+            else:
+                plgpu.copy_smem_to_gmem(y_smem, y_gmem.at[pl.ds(m * tile_m + split * share, share), columns])
             plgpu.wait_smem_to_gmem(0)
 
-        if not clustered:
+        if splits == 1:
             store(total)
             return
         pushed_smem, pushed = cluster_scratch
+        for owner in range(owners):
+            plgpu.async_store_smem(
+                total[:, owner * share : (owner + 1) * share],
+                pushed_smem.at[split],
+                pushed,
+                cluster_idx=jnp.int32(owner),
+                cluster_dim="split",
+            )
 
-        for peer in range(1, splits):
-
-            @pl.when(split == peer)
-            def _push(peer=peer):
-                plgpu.async_store_smem(
-                    total,
-                    pushed_smem.at[peer - 1],
-                    pushed.at[peer - 1],
-                    cluster_idx=jnp.int32(0),
-                    cluster_dim="split",
-                )
-
-        @pl.when(split == 0)
+        @pl.when(split < owners)
         def _combine():
-            everything = total
-            for peer in range(1, splits):  # in this order, whatever arrives first: the same bits every time
-                plgpu.barrier_wait(pushed.at[peer - 1])
-                everything += load(pushed_smem.at[peer - 1], plgpu.Layout.WGMMA)
+            plgpu.barrier_wait(pushed)
+            everything = load(pushed_smem.at[0], plgpu.Layout.WGMMA)
+            for other in range(1, splits):  # in this order, whatever arrived first: the same bits every time
+                everything += load(pushed_smem.at[other], plgpu.Layout.WGMMA)
             store(everything)
 
     scratch = [
@@ -165,27 +192,22 @@ def _call(x_MK, x_scale_KbM, w_NK, w_scale_NbKb, out_dtype, tile_m: int, config:
         plgpu.SMEM((stages, tile_n, BLOCK), w_NK.dtype, transforms=tiled(BLOCK, x_MK.dtype)),
         plgpu.SMEM((scale_rows, tile_m), jnp.float32),
         plgpu.SMEM((w_scale_NbKb.shape[1],), jnp.float32),
-        plgpu.SMEM((tile_m, tile_n), store_dtype, transforms=tiled(tile_n, store_dtype)),
+        plgpu.SMEM((share, tile_n), out_dtype, transforms=() if few else tiled(tile_n, out_dtype)),
         plgpu.Barrier(num_arrivals=2, num_barriers=stages),
         plgpu.Barrier(num_arrivals=2),
     ]
-    if clustered:
+    mesh: dict = {"grid": ((M // tile_m) * (N // tile_n),), "grid_names": ("tile",)}
+    if splits > 1:
+        mesh |= {"cluster": (splits,), "cluster_names": ("split",)}
         scratch += [
-            plgpu.SMEM((splits - 1, tile_n, tile_m), jnp.float32, transforms=tiled(tile_m, jnp.float32)),
-            plgpu.Barrier(num_barriers=splits - 1),
+            plgpu.SMEM((splits, tile_n, share), jnp.float32, transforms=tiled(share, jnp.float32)),
+            plgpu.Barrier(num_arrivals=splits),
         ]
-    tiles = (M // tile_m) * (N // tile_n)
-    mesh = (
-        {"grid": (tiles,), "grid_names": ("tile",), "cluster": (splits,), "cluster_names": ("split",)}
-        if clustered
-        else {"grid": (tiles, splits), "grid_names": ("tile", "split")}
-    )
-    y = plgpu.kernel(
+    return plgpu.kernel(
         body,
-        out_type=jax.ShapeDtypeStruct((splits, M, N) if summed else (M, N), store_dtype),
+        out_type=jax.ShapeDtypeStruct((wanted if few else M, N), out_dtype),
         scratch_types=scratch,
-        compiler_params=WARPGROUP,
+        compiler_params=LANE,
         interpret=interpret,
         **mesh,
     )(x_MK, x_scale_KbM, w_NK, w_scale_NbKb)
-    return jnp.sum(y, axis=0).astype(out_dtype) if summed else y

@@ -24,7 +24,7 @@ class Config:
 
     block_kv: int = 64
     splits: int = 1
-    stages: int = 3
+    stages: int = 2
     keys_in: Literal["registers", "shared"] = "registers"
 
 
@@ -54,7 +54,7 @@ def can_run(config: Config, H: int, G: int, S: int, d: int, kv_bytes: int) -> st
 def default_config(B: int, G: int, S: int) -> Config:
     """Enough blocks to fill the device about twice over, none shorter than one step."""
     splits = 1
-    while B * G * splits < 4 * NUM_SMS and 2 * splits * 64 <= S and splits < 16:
+    while B * G * splits < 2 * NUM_SMS and 2 * splits * 64 <= S and splits < 16:
         splits *= 2
     return Config(splits=splits)
 

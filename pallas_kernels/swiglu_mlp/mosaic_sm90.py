@@ -1,13 +1,12 @@
-"""The Hopper kernel: the whole SwiGLU block as one persistent kernel around one grid barrier.
+"""The Hopper kernels of the SwiGLU block: three launches, and between them nothing but FP8 and scales.
 
-    1  block (tile t of 128 columns of F, split r of D):  gate and up tiles of w_gate_up, 128 x 128 a step
-       the cluster's splits push their partial sums to its first block, which makes silu(gate) * up, quantises it
-       1 x 128 and writes e4m3 and scales (76 KB at M = 8: they stay in L2)
-    -  grid barrier: a counter in global memory that every first block raises
-    2  block (tile of 128 rows of D, split of F):  w_down tiles, 128 x 128 a step; float32 partial sums, summed by XLA
+    x (M, D) ──quantize_rows──► e4m3, scales
+    gate and up rows of w_gate_up ──TMA──► ring ─► wgmma, twice a step ─► silu(gate) * up, float32 registers
+        the pair's second block pushes its 64 columns to the first, which quantises all 128 (1 x 128) and writes e4m3
+    a (M, F) e4m3, scales ──block_scaled_matmul with w_down──► y (M, D)
 
-One ring of weight tiles serves both parts: while a block finishes part 1 and waits at the barrier, its first w_down
-tiles are already on their way. The operands are swapped and each step is promoted as in block_scaled_matmul.
+A block owns 128 / blocks_per_group columns of F, for gate and for up: the operands are swapped and each 128-wide step
+of D is promoted as in block_scaled_matmul. Only the activations' 1 x 128 groups tie the blocks of a pair together.
 """
 
 from __future__ import annotations
@@ -21,237 +20,176 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from .. import _tuned
 from .._dispatch import need_capability
 from .._mosaic import LANE, load, tiled
+from ..block_scaled_matmul import mosaic_sm90 as matmul
 from ..prepare import prepare_weights
-from ..quantize_blocks.reference import INVERSE_MAX, SMALLEST_SCALE, quantize_blocks
+from ..quantize_blocks.mosaic_sm90 import quantize_rows, scale_shape
+from ..quantize_blocks.reference import INVERSE_MAX, SMALLEST_SCALE
 from ..types import BLOCK, E4M3_MAX, BlockScaled
-from .config import Config, can_run, configs_to_try, plan
+from .config import MAX_TILE_M, Config, can_run, default_config
 
 _ACC, _COLUMN = plgpu.Layout.WGMMA, plgpu.Layout.WGMMA.reduce(0)
 _LARGEST = float(jnp.finfo(jnp.float32).max)
 
 
 def why_not(M: int, w_gate_up, w_down, config: Config | None = None) -> str | None:
-    """None when this kernel can run here and now, else the reason."""
+    """None when these kernels can run here and now, else the reason."""
     if not (isinstance(w_gate_up, BlockScaled) and isinstance(w_down, BlockScaled)):
         return f"the weights are {type(w_gate_up).__name__}; the kernel reads BlockScaled"
-    (D, F), rows = w_down.shape, -(-M // 8) * 8
-    if reason := need_capability("9.0"):
-        return reason
-    config = config or _pick(rows, D, F)
-    if config is None:
-        return f"no config holds M = {rows}, D = {D}, F = {F} with all blocks resident"
-    return can_run(config, rows, D, F)
+    D, F = w_down.shape
+    tile_m = _tile_m(M)
+    return need_capability("9.0") or can_run(config or _pick(tile_m, D, F), tile_m, D, F) or matmul.why_not(M, D, F)
 
 
 def swiglu_mlp(
     x_MD: jax.Array, w_gate_up: BlockScaled, w_down: BlockScaled, config: Config | None = None, interpret=None
 ) -> jax.Array:
     """(M, D) -> (M, D) in x's type."""
-    M, (D, F) = x_MD.shape[0], w_down.shape
-    x = quantize_blocks(jnp.pad(x_MD.astype(jnp.float32), ((0, -M % 8), (0, 0))), (1, BLOCK))
-    rows = x.values_NK.shape[0]
-    config = config or _pick(rows, D, F) or Config()
-    if reason := can_run(config, rows, D, F):
-        raise NotImplementedError(f"swiglu_mlp: {reason}")
-    w_gate_up, w_down = (prepare_weights(w, "swiglu_mlp") for w in (w_gate_up, w_down))
-    x_scale_KbM = jnp.pad(x.scale_NbKb.T, ((0, -(D // BLOCK) % 4), (0, 0)))
-    partial, _, _ = _call(x.values_NK, x_scale_KbM, w_gate_up, w_down, config, interpret)
-    return jnp.sum(partial, axis=0)[:M].astype(x_MD.dtype)
+    values, scale_KbM = gate_up(x_MD, w_gate_up, config, interpret)
+    return matmul.multiply_rows(values, scale_KbM, w_down, x_MD.shape[0], x_MD.dtype, interpret=interpret)
 
 
-def _pick(rows: int, D: int, F: int) -> Config | None:
-    """The measured choice for this device and shape, else the first that fits, else None."""
-    fields = _tuned.lookup("swiglu_mlp", _tuned.bucket(rows), D, F)
-    return Config(**fields) if fields is not None else next(iter(configs_to_try(rows, D, F)), None)
-
-
-def _call(x_MD, x_scale_KbM, w_gate_up: BlockScaled, w_down: BlockScaled, config: Config, interpret):
+def gate_up(
+    x_MD: jax.Array, w_gate_up: BlockScaled, config: Config | None = None, interpret=None
+) -> tuple[jax.Array, jax.Array]:
+    """silu(gate) * up of (M, D): e4m3 (M rounded up to 8, F) and scale_FbM (`scale_shape(M, F)`) float32."""
     M, D = x_MD.shape
-    F = w_down.shape[1]
-    splits, stages = config.splits, config.stages
-    p = plan(config, D, F)
-    lanes = max(M, 32)  # a row of scales is at least one 128-byte line
-    gate_rows = (p.gate_steps + 3) // 4 * 4
-    tile = (BLOCK, M)
+    F = w_gate_up.shape[0] // 2
+    tile_m = _tile_m(M)
+    config = config or _pick(tile_m, D, F)
+    if reason := can_run(config, tile_m, D, F):
+        raise NotImplementedError(f"swiglu_mlp: {reason}")
+    values, scale_KbM = quantize_rows(x_MD, interpret)
+    return _gate_up(values, scale_KbM, prepare_weights(w_gate_up, "swiglu_mlp"), tile_m, config, interpret)
+
+
+def _tile_m(M: int) -> int:
+    """Rows of one tile: M rounded up to 8, or 64."""
+    return min(-(-M // 8) * 8, MAX_TILE_M)
+
+
+def _pick(tile_m: int, D: int, F: int) -> Config:
+    """The measured choice for this device and shape, else the default."""
+    fields = _tuned.lookup("swiglu_mlp", _tuned.bucket(tile_m), D, F)
+    return default_config(tile_m) if fields is None else Config(**fields)
+
+
+def _gate_up(x_MD, x_scale_KbM, w_gate_up: BlockScaled, tile_m: int, config: Config, interpret):
+    M, D = x_MD.shape
+    w_NK, w_scale_NbKb = w_gate_up.values_NK, w_gate_up.scale_NbKb
+    F = w_NK.shape[0] // 2
+    steps, blocks = D // BLOCK, config.blocks_per_group
+    columns = BLOCK // blocks  # of F, in one block
+    stages = min(config.stages, steps)
+    tile = (columns, tile_m)
     f32, fp8 = jnp.float32, x_MD.dtype
+    scales = scale_shape(M, F)
+    line = min(scales[1], MAX_TILE_M)
 
-    def share(total: int, parts: int, part) -> tuple[jax.Array, jax.Array]:
-        """First step and number of steps of one of `parts` nearly equal parts."""
-        first = part * (total // parts) + jnp.minimum(part, total % parts)
-        return first, total // parts + jnp.where(part < total % parts, 1, 0)
+    def body(x_gmem, x_scale_gmem, w_gmem, w_scale_gmem, a_gmem, a_scale_gmem, *scratch):
+        (x_smem, w_smem, x_scale_smem, w_scale_smem, y_smem, a_smem, row_smem), rest = scratch[:7], scratch[7:]
+        loaded, scales_loaded, x_scales_loaded, *cluster_scratch = rest
+        group = lax.axis_index("group")
+        part = lax.axis_index("part") if blocks > 1 else jnp.int32(0)
+        # Row tiles of the same weights are neighbours in time: the second one reads them from L2.
+        m, t = lax.rem(group, M // tile_m), lax.div(group, M // tile_m)
+        rows = pl.ds(m * tile_m, tile_m)
 
-    def body(x_gmem, x_scale_gmem, w1_gmem, s1_gmem, w2_gmem, s2_gmem, y_gmem, a_gmem, a_scale_gmem, *scratch):
-        (w_smem, x_smem, x_scale_smem, a_scale_smem, s_smem, s2_smem, y_smem, a_smem, row_smem) = scratch[:9]
-        w_loaded, x_loaded, s_loaded, x_scale_loaded, a_scale_loaded, *cluster_scratch = scratch[9:]
-        arrived = pl.get_global(plgpu.SemaphoreType.REGULAR)
-        t = lax.axis_index("tile")
-        r = lax.axis_index("split") if splits > 1 else jnp.int32(0)
-        block = t * splits + r
-        k1, steps1 = share(D // BLOCK, splits, r)
-        tile2, split2 = lax.rem(block, p.down_tiles), lax.div(block, p.down_tiles)
-        k2, steps2 = share(F // BLOCK, p.down_splits, split2)
-        steps2 = jnp.where(split2 < p.down_splits, steps2, 0)
-        tile2_row = pl.ds(tile2 * BLOCK, BLOCK)
-        items = 2 * steps1 + steps2
-
-        def fetch(item, slot):
-            """Tile `item` of this block's walk: gate, up, gate, up, ..., then w_down's."""
-
-            @pl.when(item < 2 * steps1)
-            def _gate_up():
-                row = t * BLOCK + lax.rem(item, 2) * F
-                at = (pl.ds(row, BLOCK), pl.ds((k1 + lax.div(item, 2)) * BLOCK, BLOCK))
-                plgpu.copy_gmem_to_smem(w1_gmem.at[at], w_smem.at[slot], w_loaded.at[slot])
-
-            @pl.when((item >= 2 * steps1) & (item < items))
-            def _down():
-                at = (tile2_row, pl.ds((k2 + item - 2 * steps1) * BLOCK, BLOCK))
-                plgpu.copy_gmem_to_smem(w2_gmem.at[at], w_smem.at[slot], w_loaded.at[slot])
-
-        def multiply(item, x):
-            """acc[128, M] of tile `item` against x (M, 128), from zero; its slot is filled again."""
-            slot = lax.rem(item, stages)
-            plgpu.barrier_wait(w_loaded.at[slot])
-
-            def run(acc):
-                plgpu.wgmma(acc, w_smem.at[slot], x.T)
-                return acc[...]
-
-            partial = pl.run_scoped(run, plgpu.WGMMAAccumulatorRef(tile, f32))
-            fetch(item + stages, slot)
-            return partial
+        def fetch(i, slot):
+            k = pl.ds(i * BLOCK, BLOCK)
+            for half in range(2):
+                at = (pl.ds(half * F + t * BLOCK + part * columns, columns), k)
+                plgpu.copy_gmem_to_smem(w_gmem.at[at], w_smem.at[slot, half], loaded.at[slot])
+            plgpu.copy_gmem_to_smem(x_gmem.at[rows, k], x_smem.at[slot], loaded.at[slot])
 
         for slot in range(stages):
-            fetch(jnp.int32(slot), slot)
-        plgpu.copy_gmem_to_smem(s1_gmem.at[t], s_smem.at[0], s_loaded)
-        plgpu.copy_gmem_to_smem(s1_gmem.at[F // BLOCK + t], s_smem.at[1], s_loaded)
-        plgpu.copy_gmem_to_smem(s2_gmem.at[tile2], s2_smem, s_loaded)
-        scales_from = jnp.minimum(k1, x_scale_KbM.shape[0] - gate_rows)
-        plgpu.copy_gmem_to_smem(x_scale_gmem.at[pl.ds(scales_from, gate_rows)], x_scale_smem, x_scale_loaded)
+            fetch(slot, slot)
+        for half in range(2):
+            plgpu.copy_gmem_to_smem(w_scale_gmem.at[half * (F // BLOCK) + t], w_scale_smem.at[half], scales_loaded)
+        plgpu.copy_gmem_to_smem(x_scale_gmem.at[:, rows], x_scale_smem, x_scales_loaded)
+        plgpu.barrier_wait(scales_loaded)
+        plgpu.barrier_wait(x_scales_loaded)
 
-        @pl.loop(0, steps1)
-        def _load_x(i):
-            plgpu.copy_gmem_to_smem(x_gmem.at[:, pl.ds((k1 + i) * BLOCK, BLOCK)], x_smem.at[i], x_loaded.at[i])
+        def step(i, totals):
+            slot = lax.rem(i, stages)
+            plgpu.barrier_wait(loaded.at[slot])
 
-        plgpu.barrier_wait(s_loaded)
-        plgpu.barrier_wait(x_scale_loaded)
+            def multiply(gate_acc, up_acc):
+                plgpu.wgmma(gate_acc, w_smem.at[slot, 0], x_smem.at[slot].T)
+                plgpu.wgmma(up_acc, w_smem.at[slot, 1], x_smem.at[slot].T)
+                return gate_acc[...], up_acc[...]  # waits: the slot may be filled again
 
-        def gate_up_step(i, totals):
-            gate, up = totals
-            plgpu.barrier_wait(x_loaded.at[i])
-            x_scale = lax.broadcast_in_dim(load(x_scale_smem.at[k1 - scales_from + i], _COLUMN), tile, (1,))
-            gate += multiply(2 * i, x_smem.at[i]) * (x_scale * s_smem[0, k1 + i])
-            up += multiply(2 * i + 1, x_smem.at[i]) * (x_scale * s_smem[1, k1 + i])
-            return gate, up
+            parts = pl.run_scoped(multiply, plgpu.WGMMAAccumulatorRef(tile, f32), plgpu.WGMMAAccumulatorRef(tile, f32))
+
+            @pl.when(i + stages < steps)
+            def _():
+                fetch(i + stages, slot)
+
+            x_scale = lax.broadcast_in_dim(load(x_scale_smem.at[i], _COLUMN), tile, (1,))
+            return tuple(
+                total + partial * (x_scale * w_scale_smem[half, i])
+                for half, (total, partial) in enumerate(zip(totals, parts, strict=True))
+            )
 
         zeros = plgpu.layout_cast(jnp.zeros(tile, f32), _ACC)
-        gate, up = lax.fori_loop(0, steps1, gate_up_step, (zeros, zeros))
+        gate, up = lax.fori_loop(0, steps, step, (zeros, zeros))
+        a = gate / (1.0 + jnp.exp(-gate)) * up
 
-        def finish(gate, up):
-            """SwiGLU, quantise, write, and raise the grid barrier's counter."""
-            a = gate / (1.0 + jnp.exp(-gate)) * up
-            finite = jnp.abs(a) <= _LARGEST
-            amax = jnp.max(jnp.where(finite, jnp.abs(a), 0.0), axis=0)
+        def finish(parts):
+            """Quantise the group's 128 columns, `columns` from each block, and write them."""
+            finite = [jnp.abs(part) <= _LARGEST for part in parts]
+            tops = [jnp.max(jnp.where(ok, jnp.abs(part), 0.0), axis=0) for ok, part in zip(finite, parts, strict=True)]
+            amax = tops[0] if blocks == 1 else jnp.maximum(*tops)
             scale = jnp.where(amax == 0.0, 1.0, jnp.maximum(amax * INVERSE_MAX, SMALLEST_SCALE))
-            quotient = jnp.clip(a / lax.broadcast_in_dim(scale, tile, (1,)), -E4M3_MAX, E4M3_MAX)
-            quotient = jnp.where(finite, quotient, jnp.nan)
-            # FP8 cannot be stored transposed: float32 goes to shared memory and comes back as rows.
-            y_smem.T[...] = plgpu.layout_cast(quotient, plgpu.Layout.WGMMA_TRANSPOSED)
-            a_smem[...] = _rows(y_smem).astype(fp8)
-            row_smem[pl.ds(0, M)] = scale
+            row_smem[pl.ds(0, tile_m)] = scale
+            for at, (ok, part) in enumerate(zip(finite, parts, strict=True)):
+                quotient = jnp.clip(part / lax.broadcast_in_dim(scale, tile, (1,)), -E4M3_MAX, E4M3_MAX)
+                quotient = jnp.where(ok, quotient, jnp.nan)
+                # FP8 cannot be stored transposed: float32 goes to shared memory and comes back as rows.
+                y_smem.at[at].T[...] = plgpu.layout_cast(quotient, plgpu.Layout.WGMMA_TRANSPOSED)
+                back = load(y_smem.at[at], plgpu.Layout.WG_STRIDED((tile_m, columns), vec_size=4), optimized=False)
+                a_smem[at] = back.astype(fp8)
             plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(a_smem, a_gmem.at[:, pl.ds(t * BLOCK, BLOCK)])
-            plgpu.copy_smem_to_gmem(row_smem, a_scale_gmem.at[t])
-            plgpu.wait_smem_to_gmem(0)
-            pl.semaphore_signal(arrived)
-
-        if splits == 1:
-            finish(gate, up)
-        else:
-            pushed_smem, *pushed = cluster_scratch
-            for peer in range(1, splits):
-
-                @pl.when(r == peer)
-                def _push(peer=peer):
-                    for half, value in enumerate((gate, up)):
-                        at = 2 * (peer - 1) + half
-                        plgpu.async_store_smem(
-                            value, pushed_smem.at[at], pushed[at], cluster_idx=jnp.int32(0), cluster_dim="split"
-                        )
-
-            @pl.when(r == 0)
-            def _first():
-                both = [gate, up]
-                for peer in range(1, splits):  # in this order, whatever arrives first: the same bits every time
-                    for half in range(2):
-                        at = 2 * (peer - 1) + half
-                        plgpu.barrier_wait(pushed[at])
-                        both[half] += load(pushed_smem.at[at], _ACC)
-                finish(*both)
-
-        pl.semaphore_wait(arrived, F // BLOCK, decrement=False)
-
-        @pl.when(split2 < p.down_splits)
-        def _down():
-            @pl.loop(0, steps2)
-            def _load_a(i):
-                plgpu.copy_gmem_to_smem(a_gmem.at[:, pl.ds((k2 + i) * BLOCK, BLOCK)], x_smem.at[i], x_loaded.at[i])
-
-            a_scales_from = jnp.minimum(k2, F // BLOCK - p.down_steps)
-            at = pl.ds(a_scales_from, p.down_steps)
-            plgpu.copy_gmem_to_smem(a_scale_gmem.at[at], a_scale_smem, a_scale_loaded)
-            plgpu.barrier_wait(a_scale_loaded)
-
-            def down_step(i, total):
-                plgpu.barrier_wait(x_loaded.at[i])
-                row = a_scale_smem.at[k2 - a_scales_from + i, pl.ds(0, M)]
-                scale = lax.broadcast_in_dim(load(row, _COLUMN), tile, (1,)) * s2_smem[k2 + i]
-                return total + multiply(2 * steps1 + i, x_smem.at[i]) * scale
-
-            total = lax.fori_loop(0, steps2, down_step, zeros)
-            y_smem.T[...] = plgpu.layout_cast(total, plgpu.Layout.WGMMA_TRANSPOSED)
-            plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(y_smem, y_gmem.at[split2, :, tile2_row])
+            for at in range(blocks):
+                where = pl.ds(t * BLOCK + at * columns, columns)
+                plgpu.copy_smem_to_gmem(a_smem.at[at], a_gmem.at[rows, where])
+            plgpu.copy_smem_to_gmem(row_smem, a_scale_gmem.at[t, pl.ds(m * tile_m, line)])
             plgpu.wait_smem_to_gmem(0)
 
-    steps = max(p.gate_steps, p.down_steps)
+        if blocks == 1:
+            finish([a])
+            return
+        pushed_smem, pushed = cluster_scratch
+
+        @pl.when(part == 1)
+        def _push():
+            plgpu.async_store_smem(a, pushed_smem, pushed, cluster_idx=jnp.int32(0), cluster_dim="part")
+
+        @pl.when(part == 0)
+        def _both():
+            plgpu.barrier_wait(pushed)
+            finish([a, load(pushed_smem, _ACC)])
+
     scratch = [
-        plgpu.SMEM((stages, BLOCK, BLOCK), fp8, transforms=tiled(BLOCK, fp8)),
-        plgpu.SMEM((steps, M, BLOCK), fp8, transforms=tiled(BLOCK, fp8)),
-        plgpu.SMEM((gate_rows, M), f32),
-        plgpu.SMEM((p.down_steps, lanes), f32),
-        plgpu.SMEM((2, w_gate_up.scale_NbKb.shape[1]), f32),
-        plgpu.SMEM((w_down.scale_NbKb.shape[1],), f32),
-        plgpu.SMEM((M, BLOCK), f32),  # neither tiled nor swizzled: written transposed, read as rows
-        plgpu.SMEM((M, BLOCK), fp8),
-        plgpu.SMEM((lanes,), f32),
-        plgpu.Barrier(num_barriers=stages),
-        plgpu.Barrier(num_barriers=steps),
-        plgpu.Barrier(num_arrivals=3),
-        plgpu.Barrier(),
+        plgpu.SMEM((stages, tile_m, BLOCK), fp8, transforms=tiled(BLOCK, fp8)),
+        plgpu.SMEM((stages, 2, columns, BLOCK), fp8, transforms=tiled(BLOCK, fp8)),
+        plgpu.SMEM((x_scale_KbM.shape[0], tile_m), f32),
+        plgpu.SMEM((2, w_scale_NbKb.shape[1]), f32),
+        plgpu.SMEM((blocks, tile_m, columns), f32),  # neither tiled nor swizzled: written transposed, read as rows
+        plgpu.SMEM((blocks, tile_m, columns), fp8),
+        plgpu.SMEM((line,), f32),
+        plgpu.Barrier(num_arrivals=3, num_barriers=stages),
+        plgpu.Barrier(num_arrivals=2),
         plgpu.Barrier(),
     ]
-    mesh: dict = {"grid": (F // BLOCK,), "grid_names": ("tile",)}
-    if splits > 1:
-        mesh |= {"cluster": (splits,), "cluster_names": ("split",)}
-        pushes = 2 * (splits - 1)
-        scratch += [plgpu.SMEM((pushes, BLOCK, M), f32, transforms=tiled(M, f32))]
-        # One object each: in Lane semantics jax 0.11.2 signals barrier 2 i of a peer's array for barrier i.
-        scratch += [plgpu.Barrier()] * pushes
+    mesh: dict = {"grid": ((M // tile_m) * (F // BLOCK),), "grid_names": ("group",)}
+    if blocks > 1:
+        mesh |= {"cluster": (blocks,), "cluster_names": ("part",)}
+        scratch += [plgpu.SMEM(tile, f32, transforms=tiled(tile_m, f32)), plgpu.Barrier()]
     return plgpu.kernel(
         body,
-        out_type=(
-            jax.ShapeDtypeStruct((p.down_splits, M, D), f32),
-            jax.ShapeDtypeStruct((M, F), fp8),
-            jax.ShapeDtypeStruct((F // BLOCK, lanes), f32),
-        ),
+        out_type=(jax.ShapeDtypeStruct((M, F), fp8), jax.ShapeDtypeStruct(scales, f32)),
         scratch_types=scratch,
         compiler_params=LANE,
         interpret=interpret,
         **mesh,
-    )(x_MD, x_scale_KbM, w_gate_up.values_NK, w_gate_up.scale_NbKb, w_down.values_NK, w_down.scale_NbKb)
-
-
-def _rows(ref) -> jax.Array:
-    """A float32 tile in shared memory as rows dealt to the lanes one after the other."""
-    return load(ref, plgpu.Layout.WG_STRIDED(ref.shape, vec_size=4), optimized=False)
+    )(x_MD, x_scale_KbM, w_NK, w_scale_NbKb)

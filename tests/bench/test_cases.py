@@ -79,11 +79,11 @@ def test_choices_are_filed_where_the_op_looks(case, monkeypatch):
 
 def test_config_fields():
     wo = cases.Case("block_scaled_matmul", "wo", {"N": 2560, "K": 4096}, 8)
-    fields = ops.parse_config("tile_n=128, combine=sum")
-    assert fields == {"tile_n": 128, "combine": "sum"}
+    fields = ops.parse_config("tile_n=128, early=True")
+    assert fields == {"tile_n": 128, "early": True}
     default = ops.config_of(wo)
     changed = ops.config_of(wo, fields)
-    assert (changed.tile_n, changed.combine, changed.splits) == (128, "sum", default.splits)
+    assert (changed.tile_n, changed.early, changed.splits) == (128, True, default.splits)
     with pytest.raises(InvalidRequest, match="no width"):
         ops.check_fields("block_scaled_matmul", {"width": 1})
     with pytest.raises(InvalidRequest, match="NAME=VALUE"):

@@ -1,0 +1,82 @@
+"""The Hopper kernel for activations: rows to FP8 with 1 x 128 scales, in one launch and in the layout matmuls read.
+
+    x (64 rows, 128) ──TMA──► registers ──► amax of each row ──► scale ──► e4m3 (rows, 128) and a row of scales
+
+One block is one step of K for up to 64 rows; the formula is reference.py's, bit for bit. The scales leave transposed,
+(K / 128, rows), because a matmul with swapped operands wants one scale per column of its accumulator.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from .._mosaic import LANE, LINE, load
+from ..types import BLOCK, E4M3_MAX
+from .reference import INVERSE_MAX, SMALLEST_SCALE
+
+ROWS = 64
+"""Rows of one block: one register tile."""
+_LARGEST = float(jnp.finfo(jnp.float32).max)
+
+
+def scale_shape(M: int, K: int) -> tuple[int, int]:
+    """(K / 128 rounded up to 4, M rounded up to 32, or to 64 above 32): whole lines for every bulk copy."""
+    return -(-(K // BLOCK) // 4) * 4, LINE if M <= LINE else -(-M // ROWS) * ROWS
+
+
+def quantize_rows(x_MK: jax.Array, interpret=None) -> tuple[jax.Array, jax.Array]:
+    """(M, K) floating point -> values (M rounded up to 8, K) e4m3, scale_KbM float32 of `scale_shape`.
+
+    New rows are zeros with scale 1; rows of scales past K / 128 are not written. Above 64 rows M goes to a multiple
+    of 64.
+    """
+    M, K = x_MK.shape
+    if M > ROWS and M % ROWS:
+        x_MK = jnp.pad(x_MK, ((0, -M % ROWS), (0, 0)))
+        M = x_MK.shape[0]
+    tile, padded = min(M, ROWS), -(-M // 8) * 8
+    stored = min(padded, ROWS)
+    scales = scale_shape(M, K)
+    line = min(scales[1], ROWS)
+
+    def body(x_gmem, values_gmem, scale_gmem, x_smem, values_smem, scale_smem, loaded):
+        kb, m = lax.axis_index("block"), lax.axis_index("tile")
+        columns = pl.ds(kb * BLOCK, BLOCK)
+        plgpu.copy_gmem_to_smem(x_gmem.at[pl.ds(m * ROWS, tile), columns], x_smem.at[pl.ds(0, tile)], loaded)
+        plgpu.barrier_wait(loaded)
+        x = load(x_smem, plgpu.Layout.WGMMA, optimized=False).astype(jnp.float32)
+        if tile < ROWS:
+            row = plgpu.broadcasted_iota(jnp.int32, x.shape, 0, layout=plgpu.Layout.WGMMA)
+            x = jnp.where(row < tile, x, 0.0)
+        finite = jnp.abs(x) <= _LARGEST
+        amax = jnp.max(jnp.where(finite, jnp.abs(x), 0.0), axis=1)
+        scale = jnp.where(amax == 0.0, 1.0, jnp.maximum(amax * INVERSE_MAX, SMALLEST_SCALE))
+        quotient = jnp.clip(x / lax.broadcast_in_dim(scale, x.shape, (0,)), -E4M3_MAX, E4M3_MAX)
+        values_smem[...] = jnp.where(finite, quotient, jnp.nan).astype(jnp.float8_e4m3fn)
+        scale_smem[...] = scale
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(values_smem.at[pl.ds(0, stored)], values_gmem.at[pl.ds(m * ROWS, stored), columns])
+        plgpu.copy_smem_to_gmem(scale_smem.at[pl.ds(0, line)], scale_gmem.at[kb, pl.ds(m * ROWS, line)])
+        plgpu.wait_smem_to_gmem(0)
+
+    return plgpu.kernel(
+        body,
+        out_type=(
+            jax.ShapeDtypeStruct((padded, K), jnp.float8_e4m3fn),
+            jax.ShapeDtypeStruct(scales, jnp.float32),
+        ),
+        grid=(K // BLOCK, -(-M // ROWS)),
+        grid_names=("block", "tile"),
+        scratch_types=[
+            plgpu.SMEM((ROWS, BLOCK), x_MK.dtype),
+            plgpu.SMEM((ROWS, BLOCK), jnp.float8_e4m3fn),
+            plgpu.SMEM((ROWS,), jnp.float32),
+            plgpu.Barrier(),
+        ],
+        compiler_params=LANE,
+        interpret=interpret,
+    )(x_MK)
