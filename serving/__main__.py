@@ -104,6 +104,7 @@ def serve(
 
     keep_compiled(compile_cache or default_folder())
     speech = load(model, num_slots=slots, max_len=max_len, precision=precision, progress=logger.info, warm=False)
+    logger.info("device memory for %d slots of %d positions: %s", slots, max_len, speech.engine.memory)
     raise typer.Exit(asyncio.run(run(speech, config)))
 
 

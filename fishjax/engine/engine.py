@@ -15,10 +15,12 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 
 from fishjax.codec import Codec
 from fishjax.codec.stream import init_stream
 from fishjax.engine import steps
+from fishjax.engine.memory import MemoryPlan, described, device_limit, num_bytes
 from fishjax.engine.sampling_params import SamplingParams
 from fishjax.engine.state import Prefix, StepInputs, StepOutput, new_state, segment_start
 from fishjax.errors import InvalidRequest, PromptTooLong
@@ -64,7 +66,8 @@ class Engine:
     """A model, its codec and `num_slots` slots of `max_len` columns each.
 
     `precision` says how the head and the cache are kept (the weights come as they are); `max_reference_s` is the
-    longest reference clip in seconds. Not thread-safe: one loop owns it.
+    longest reference clip in seconds. `memory` is what all of it takes. Not thread-safe: one loop owns it.
+    Raises InvalidRequest for sizes that cannot be, or that the device has no room for.
     """
 
     def __init__(
@@ -97,6 +100,15 @@ class Engine:
         self.precision = precision or Precision.default()
         kv_dtype = self.precision.kv_dtype
         head_NK = quantize_head(slice_head(model, im_end_id), self.precision.head)
+        row = described(lambda: (init_cache(config, 1, max_len, kv_dtype), init_stream(codec, 1, max_len)))
+        self.memory = MemoryPlan(
+            weights=num_bytes((nnx.state(model), nnx.state(codec), head_NK)),
+            slots=described(lambda: new_state(config, num_slots, max_len, kv_dtype)),
+            sound=described(lambda: init_stream(codec, num_slots, max_len)),
+            # An empty row, one that is being read, and one for each slot whose request is taken out of it.
+            moving=row * (num_slots + 2),
+        )
+        self.memory.check(device_limit())
         self._decode = steps.bind(model, steps.decode_step, donate=(1,), first=(head_NK,))
         self._prefill = steps.bind(model, steps.prefill_step)
         self._sound = steps.bind(codec, steps.codec_step, donate=(0,))

@@ -1,0 +1,62 @@
+"""What an engine keeps in the device's memory, known before it is allocated.
+
+    weights, slots and sound as long as it lives; moving: rows outside the slots, for requests on their way
+
+Not in it: the working space of the compiled programs, which the device shows only while they run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from fishjax.errors import InvalidRequest
+
+_MIB = 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    """Bytes: of the weights, of all slots' caches, of all slots' codec streams, and of rows outside the slots."""
+
+    weights: int
+    slots: int
+    sound: int
+    moving: int
+
+    @property
+    def total(self) -> int:
+        """Bytes of all of it."""
+        return self.weights + self.slots + self.sound + self.moving
+
+    def __str__(self) -> str:
+        parts = {"weights": self.weights, "slots": self.slots, "sound": self.sound, "moving": self.moving}
+        words = ", ".join(f"{name} {num_bytes / _MIB:.1f}" for name, num_bytes in parts.items())
+        return f"{self.total / _MIB:.1f} MiB ({words})"
+
+    def check(self, limit: int | None) -> None:
+        """Raises InvalidRequest when a device that gives `limit` bytes (None: it does not say) is too small."""
+        if limit is not None and self.total > limit:
+            raise InvalidRequest(
+                f"the device gives {limit / _MIB:.1f} MiB, and this server needs {self}: "
+                "start it with fewer --slots, a shorter --max-len or a smaller --precision"
+            )
+
+
+def num_bytes(tree: Any) -> int:
+    """Bytes of the arrays in a pytree, made or only described."""
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+
+
+def described(make: Callable[[], Any]) -> int:
+    """Bytes of what `make` would allocate."""
+    return num_bytes(jax.eval_shape(make))
+
+
+def device_limit() -> int | None:
+    """Bytes that the first device gives to this process, or None where it does not say (a CPU)."""
+    stats = jax.local_devices()[0].memory_stats()
+    return stats.get("bytes_limit") if stats else None
