@@ -200,8 +200,9 @@ def check_match(config: ModelConfig, codec: CodecConfig, folder: Path) -> None:
 def _load_public(folder: Path, precision: Precision) -> tuple[ModelConfig, DualAR]:
     config, model, tensors = public_tensors(folder, precision)
     words = formats(model, precision)
-    # Each tensor is quantised as it comes in: the whole model is never there in its published type.
-    replace_values(model, {p: encode(jnp.asarray(tensors[p].read()), word) for p, word in words.items()})
+    # Each tensor is cast on the host, or quantised, as it comes in: the whole model is never there in its published
+    # type, and no program is compiled for the sake of a cast.
+    replace_values(model, {p: jax.tree.map(jnp.asarray, encode(tensors[p].read(), w)) for p, w in words.items()})
     return config, model
 
 

@@ -45,8 +45,13 @@ def outputs(model) -> tuple[np.ndarray, np.ndarray]:
     rng = np.random.default_rng(5)
     columns = rng.integers(0, 64, (1, 5, 6)).astype(np.int32)
     columns[0, 0, 3:] += model.config.semantic_begin_id
-    hidden_BTD, logits_BTV = model.generate_forward(columns)
-    fast = model.fast_logits(model.fast_hidden(hidden_BTD)[0], columns[0, 1:].T)
+
+    @jax.jit
+    def forward(model):
+        hidden_BTD, logits_BTV = model.generate_forward(columns)
+        return logits_BTV, model.fast_logits(model.fast_hidden(hidden_BTD)[0], columns[0, 1:].T)
+
+    logits_BTV, fast = forward(model)
     return np.asarray(logits_BTV), np.asarray(fast)
 
 
