@@ -4,6 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 TEXT ?= open the red door please
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
+export TEXT  # through the environment: quotes in it are characters, not shell
 
 .DEFAULT_GOAL := help
 
@@ -21,7 +22,7 @@ $(VENV)/.ready: pyproject.toml
 	@touch $@
 
 demo: $(VENV)/.ready ## speak TEXT with the small voice through a real gRPC server; writes hello.wav
-	@$(BIN)/python examples/demo.py --text "$(TEXT)" --output hello.wav
+	@$(BIN)/python examples/demo.py --text "$$TEXT" --output hello.wav
 
 serve: $(VENV)/.ready ## start the gRPC server with the small voice on 127.0.0.1:50051
 	@$(BIN)/python -m serving

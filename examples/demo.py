@@ -14,6 +14,7 @@ import sys
 import time
 from pathlib import Path
 
+import grpc
 import numpy as np
 
 from fishjax.audio.encode import write_wav
@@ -53,6 +54,10 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=Path("hello.wav"))
     parser.add_argument("--seed", type=int, default=1)
     arguments = parser.parse_args()
+    if not arguments.text.strip():
+        parser.error("there is no text to say: --text is blank")
+    if not arguments.output.parent.is_dir():
+        parser.error(f"cannot write {arguments.output}: the folder {arguments.output.parent} does not exist")
 
     address = f"127.0.0.1:{free_port()}"
     command = [
@@ -78,6 +83,8 @@ def main() -> None:
                 pieces.append(chunk.samples)
             total_s = time.perf_counter() - called
             rate_hz, summary = speech.header.sample_rate_hz, speech.summary
+    except grpc.RpcError as error:
+        sys.exit(f"the server refused: {error.details()}")  # type: ignore[attr-defined]
     finally:
         server.terminate()
         server.wait(timeout=30)
