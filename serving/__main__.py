@@ -74,7 +74,8 @@ def serve(
     compile_cache: Annotated[
         Path | None,
         typer.Option(
-            help="Folder of compiled programs for the next start [default: fishjax/compiled in the user's cache folder]"
+            help="Folder of compiled programs for the next start",
+            show_default="JAX_COMPILATION_CACHE_DIR, else fishjax/compiled in the user's cache folder",
         ),
     ] = None,
     log_level: Annotated[logs.Level, typer.Option(help="Least level to log", case_sensitive=False)] = logs.Level.INFO,

@@ -13,9 +13,8 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Generic, TypeVar
@@ -242,8 +241,10 @@ class SynthesisLoop(Generic[MailboxT]):
     def _extend(self, request_id: str, request: _Request[MailboxT], segments: Sequence[str], last: bool) -> None:
         utterance = request.utterance
         waited = utterance.waits
-        with self._its_own_fault(request_id):
+        try:
             utterance.extend(segments, last=last)
+        except Exception as error:
+            self._end_by_its_own_fault(request_id, error)
         if not waited or utterance.waits:
             return
         with self._changed:
@@ -256,16 +257,12 @@ class SynthesisLoop(Generic[MailboxT]):
             del self._requests[request_id]
         self._deliver([(request.mailbox, _finished(request))])
 
-    @contextmanager
-    def _its_own_fault(self, request_id: str) -> Iterator[None]:
-        """Errors of a request's text logic end that request: the device and everybody else are well."""
-        try:
-            yield
-        except FishjaxError as error:
-            self._end(request_id, error)
-        except Exception:
-            logger.exception("request %s: its next segment could not be prepared", request_id)
-            self._end(request_id, EngineFailed("the next part of the text could not be prepared"))
+    def _end_by_its_own_fault(self, request_id: str, error: Exception) -> None:
+        """An error of a request's text logic ends that request: the device and everybody else are well."""
+        if not isinstance(error, FishjaxError):
+            logger.error("request %s: its next segment could not be prepared", request_id, exc_info=error)
+            error = EngineFailed("the next part of the text could not be prepared")
+        self._end(request_id, error)
 
     def _held(self) -> set[str]:
         """Requests whose reader has let too much sound pile up: their slot pauses until it reads on."""
@@ -278,44 +275,32 @@ class SynthesisLoop(Generic[MailboxT]):
     def _dispatch(self, plan: Plan) -> PendingStep | None:
         for request_id in plan.expired:
             self._end(request_id, DeadlineExceeded("the deadline passed before the speech was done"))
-        for placement in plan.save:
-            self._save(placement)
-        for slot in plan.free:
-            self._engine.free(slot)
-        for placement in plan.start:
-            self._enter(placement)
-        for placement in plan.restore:
-            self._restore(placement)
-        for placement in plan.resume:
-            self._enter(placement, resume=True)
-        started = [(request.mailbox, Started(plan.now_s)) for p in plan.start if (request := self._find(p))]
-        if started:
-            self._deliver(started)
-        run = [placement.slot for placement in plan.run if self._find(placement)]
-        return self._engine.step(run) if run else None
-
-    def _save(self, placement: Placement) -> None:
-        """Take everything that the request needs to go on elsewhere to the same codes."""
-        if (request := self._find(placement)) is not None:
+        for placement, request in self._current(plan.save):
             request.saved = self._engine.extract(placement.slot)
             request.num_saves += 1
             self._metrics.preemptions.inc()
-
-    def _restore(self, placement: Placement) -> None:
-        if (request := self._find(placement)) is not None:
+        for slot in plan.free:
+            self._engine.free(slot)
+        for placement, request in self._current(plan.start):
+            self._enter(placement, request)
+        for placement, request in self._current(plan.restore):
             self._engine.insert(request.saved, placement.slot)
             request.saved = None
+        for placement, request in self._current(plan.resume):
+            self._enter(placement, request, prefix=self._engine.extract(placement.slot))
+        started = [(request.mailbox, Started(plan.now_s)) for _, request in self._current(plan.start)]
+        if started:
+            self._deliver(started)
+        run = [placement.slot for placement, _ in self._current(plan.run)]
+        return self._engine.step(run) if run else None
 
-    def _enter(self, placement: Placement, *, resume: bool = False) -> None:
-        """Read a request's next prompt into its slot; with `resume` it follows what the slot holds already.
+    def _enter(self, placement: Placement, request: _Request[MailboxT], prefix: Any = None) -> None:
+        """Read a request's next prompt into its slot; with `prefix` it follows what that holds already.
 
         A prompt that the engine refuses ends this request only.
         """
-        if (request := self._find(placement)) is None:
-            return
         prompt = request.utterance.next_prompt()
         assert prompt is not None, "an utterance that is not over has a next prompt"
-        prefix = self._engine.extract(placement.slot) if resume else None
         try:
             prefix = self._engine.prefill(
                 prompt.columns_CT,
@@ -334,16 +319,16 @@ class SynthesisLoop(Generic[MailboxT]):
     def _settle(self, plan: Plan, pending: PendingStep) -> None:
         """Wait for a step's frames and give each to its request."""
         result = pending.result()
+        is_end = result.is_end_B.tolist()
         outcomes: dict[str, Outcome] = {}
         deliveries: list[tuple[MailboxT, Event]] = []
-        for placement in plan.run:
-            if (request := self._find(placement)) is None:
-                continue
+        for placement, request in self._current(plan.run):
             slot, utterance = placement.slot, request.utterance
-            index, accepted = utterance.num_frames, None
-            with self._its_own_fault(placement.request_id):
-                accepted = utterance.accept(result.codes_BK[slot], bool(result.is_end_B[slot]))
-            if accepted is None:
+            index = utterance.num_frames
+            try:
+                accepted = utterance.accept(result.codes_BK[slot], is_end[slot])
+            except Exception as error:
+                self._end_by_its_own_fault(placement.request_id, error)
                 continue
             if accepted.keep:
                 # A copy: a row would keep the whole step alive while it waits for its reader.
@@ -372,10 +357,10 @@ class SynthesisLoop(Generic[MailboxT]):
         for priority in underruns:
             self._metrics.underruns.labels(priority.name).inc()
 
-    def _find(self, placement: Placement) -> _Request[MailboxT] | None:
-        """The request of a placement, unless it is over or has had a new prompt since."""
+    def _current(self, placements: Sequence[Placement]) -> list[tuple[Placement, _Request[MailboxT]]]:
+        """Placements with their requests, but for those that are over or have had a new prompt since."""
         with self._changed:
-            return self._requests.get(placement.request_id) if self._scheduler.is_current(placement) else None
+            return [(p, self._requests[p.request_id]) for p in placements if self._scheduler.is_current(p)]
 
     def _end(self, request_id: str, error: FishjaxError) -> None:
         with self._changed:
