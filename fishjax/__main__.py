@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 import os
 import sys
 import time
@@ -58,6 +59,7 @@ def say(
 ) -> None:
     """Speak TEXT into a WAV file."""
     from fishjax.audio.encode import write_wav
+    from fishjax.engine.compile_cache import default_folder, keep_compiled
     from fishjax.engine.sampling_params import SamplingParams
     from fishjax.speech import load
 
@@ -71,6 +73,7 @@ def say(
     clip = _read_clip(voice, voice_text)
 
     started = time.perf_counter()
+    keep_compiled(default_folder())
     with StatusLine() as status:
         speech = load(model, num_slots=1, max_len=max_len, precision=precision, progress=status)
         rate_hz, samples_per_frame = speech.engine.sample_rate_hz, speech.engine.samples_per_frame
@@ -121,6 +124,8 @@ def convert(
     from fishjax.weights.convert import convert as run
     from fishjax.weights.precision import Precision
 
+    # Orbax logs what each of its threads ran into, with tracebacks; our own error says it in one sentence.
+    logging.getLogger("absl").setLevel(logging.CRITICAL)
     policy = Precision.for_checkpoint(precision)
     with StatusLine() as status:
         report = run(source, out, policy, progress=status)

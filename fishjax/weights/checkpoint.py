@@ -8,6 +8,7 @@ a tree may hold tensors that do not exist yet (`LazyArray`), and restoring is st
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -88,7 +89,7 @@ def write_tree(folder: Path, leaves: Mapping[str, LazyArray]) -> None:
         try:
             checkpointer.save(folder.absolute(), args=ocp.args.PyTreeSave(tree, save_args=save_args))
         except ValueError as error:  # what TensorStore raises when a disk is full or refuses
-            raise WeightsError(f"cannot write {folder}: {_first_line(error)}") from error
+            raise WeightsError(f"cannot write {folder}: {_system_words(error)}") from error
 
 
 def save_module(folder: Path, module: nnx.Module) -> None:
@@ -139,6 +140,12 @@ def _or_damaged(folder: Path, read: Callable[[], Any]) -> Any:
         return read()
     except Exception as error:  # Orbax and TensorStore raise a dozen kinds for a damaged folder
         raise WeightsError(f"{folder} is damaged or incomplete, convert it again: {_first_line(error)}") from error
+
+
+def _system_words(error: Exception) -> str:
+    """What the operating system said, at the end of TensorStore's long message."""
+    match = re.search(r"([^:]+) \[os_error_code=", str(error))
+    return match[1].strip() if match else _first_line(error)
 
 
 def _first_line(error: Exception) -> str:

@@ -3,7 +3,10 @@ from __future__ import annotations
 import base64
 import dataclasses
 import json
+import resource
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import jax
@@ -231,6 +234,21 @@ def test_a_failure_while_writing_leaves_nothing(folders, tmp_path, monkeypatch):
     monkeypatch.setattr("fishjax.weights.convert.write_tree", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         convert(folders["nested"], tmp_path / "out", FP32)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_disk_that_refuses_is_one_sentence(folders, tmp_path):
+    """A real refusal of the operating system, by a limit on the size of files."""
+    process = subprocess.run(
+        [sys.executable, "-m", "fishjax", "convert", str(folders["nested"]), str(tmp_path / "out")],
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000)),
+        capture_output=True,
+        text=True,
+    )
+    assert process.returncode == 2
+    assert "Traceback" not in process.stderr
+    last = process.stderr.splitlines()[-1]
+    assert last.startswith("error: cannot write ") and last.endswith(": File too large")
     assert list(tmp_path.iterdir()) == []
 
 
