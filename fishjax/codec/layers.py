@@ -1,14 +1,13 @@
-"""Building blocks of the codec: causal convolutions, snake, residual units, ConvNeXt, windowed transformer.
+"""Building blocks of the codec: causal convolutions, snake, residual units, ConvNeXt.
 
 Everything is causal and channels last: (B, T, C). A block has two doors to one body: `block(x)` runs a whole
 signal that starts from silence, `block.stream(x, tail)` runs the next piece of it and returns what the piece
 after that needs to know. `tail=None` means silence before; so the whole run is a stream of one piece.
 
-Tails are nested tuples of arrays (B, steps, channels): the last inputs that a later output still sees. The
-attention state is a ring of keys and values (`stream` of `Attention`).
+Tails are nested tuples of arrays (B, steps, channels): the last inputs that a later output still sees.
 
 Kernels: convolution (k, in, out). Transposed convolution (k/s, in, s*out), see `CausalTransposedConv`.
-Weights set the activation dtype; norms, snake and softmax compute in float32 inside.
+Weights set the activation dtype; norms and snake compute in float32 inside.
 """
 
 from __future__ import annotations
@@ -20,11 +19,9 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from fishjax.config import CodecTransformerConfig
-from fishjax.model.layers import FeedForward, Linear, RMSNorm, apply_rope
+from fishjax.model.layers import Linear
 
 Tail = Any  # nested tuples of arrays; None is silence
-KV = tuple[jax.Array, jax.Array]  # one layer's ring: keys and values, (B, window, H, d) each
 
 
 class Kernel(nnx.Module):
@@ -247,143 +244,3 @@ class ConvNeXt(nnx.Module):
         y, tail = self.dwconv.stream(x_BTC, tail)
         y = jax.nn.gelu(self.pwconv1(self.norm(y)), approximate=False)
         return x_BTC + self.gamma[...] * self.pwconv2(y), tail
-
-
-class LayerScale(nnx.Module):
-    """Multiply by `gamma` (C,)."""
-
-    def __init__(self, width: int, *, dtype=jnp.float32):
-        self.gamma = nnx.Param(jnp.full((width,), 1e-2, dtype))
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """Any shape (..., C)."""
-        return x * self.gamma[...]
-
-
-def window_mask(num_queries: int, window: int) -> jax.Array:
-    """(T, T) bool: query i sees keys j with i - window < j <= i."""
-    return _sees(jnp.arange(num_queries)[:, None], jnp.arange(num_queries)[None], window)
-
-
-def _sees(query: jax.Array, key: jax.Array, window: int) -> jax.Array:
-    return (key <= query) & (key > query - window)
-
-
-class Attention(nnx.Module):
-    """Multi-head attention over a window of the past, rotary positions, no biases."""
-
-    def __init__(self, config: CodecTransformerConfig, *, dtype=jnp.float32, rngs: nnx.Rngs):
-        heads_dim = config.num_heads * config.head_dim
-        self.wqkv = Linear(config.dim, 3 * heads_dim, dtype=dtype, rngs=rngs)
-        self.wo = Linear(heads_dim, config.dim, dtype=dtype, rngs=rngs)
-        self.num_heads = config.num_heads
-        self.window = config.window
-
-    def __call__(self, x_BTD: jax.Array, rope_BTd2: jax.Array) -> jax.Array:
-        """A whole signal. Memory grows with T * window, not T^2: long ones go in blocks of `window` queries."""
-        q, k, v = self._qkv(x_BTD, rope_BTd2)
-        steps, window = x_BTD.shape[1], self.window
-        if steps <= 2 * window:
-            return self._merge(_attend(q, [(k, v, window_mask(steps, window)[None])]))
-        q, k, v = (_in_blocks(part, window) for part in (q, k, v))
-        # Block n sees itself and block n - 1; block 0 sees a block of zeros, which the mask hides.
-        k, v = (jnp.concatenate([_shifted(part), part], axis=2) for part in (k, v))
-        key = jnp.arange(-window, window)[None]
-        mask = _sees(jnp.arange(window)[:, None], key, window)
-        mask_nQS = mask[None] & ((jnp.arange(q.shape[1]) > 0)[:, None, None] | (key >= 0)[None])
-        batch, blocks = q.shape[:2]
-        mask_BQS = jnp.broadcast_to(mask_nQS[None], (batch, *mask_nQS.shape)).reshape(-1, *mask.shape)
-        q, k, v = (part.reshape(-1, *part.shape[2:]) for part in (q, k, v))
-        out = _attend(q, [(k, v, mask_BQS)])
-        return self._merge(out.reshape(batch, blocks * window, *out.shape[2:])[:, :steps])
-
-    def stream(
-        self, x_BTD: jax.Array, rope_BTd2: jax.Array, kv: KV, start_B: jax.Array, run_B: jax.Array
-    ) -> tuple[jax.Array, KV]:
-        """The next T positions, start_B .. start_B + T - 1, of each row.
-
-        `kv` is the ring: position p lies in place p mod window. Places whose position is not yet reached are
-        hidden, so a row restarts by start = 0 alone. Rows outside `run_B` write nothing.
-        """
-        q, k, v = self._qkv(x_BTD, rope_BTd2)
-        (old_k, old_v), window, steps = kv, self.window, x_BTD.shape[1]
-        place_S = jnp.arange(window)[None]
-        # The newest position before start_B that falls in each place; negative: never written.
-        held_BS = start_B[:, None] - 1 - (start_B[:, None] - 1 - place_S) % window
-        query_BT = start_B[:, None] + jnp.arange(steps)[None]
-        old_mask = _sees(query_BT[:, :, None], held_BS[:, None], window) & (held_BS >= 0)[:, None]
-        out = _attend(q, [(old_k, old_v, old_mask), (k, v, window_mask(steps, window)[None])])
-        kept = min(steps, window)
-        row_B1 = jnp.arange(x_BTD.shape[0])[:, None]
-        place_BT = jnp.where(run_B[:, None], query_BT[:, steps - kept :] % window, window)
-        new_k, new_v = (
-            old.at[row_B1, place_BT].set(new[:, steps - kept :].astype(old.dtype), mode="drop")
-            for old, new in ((old_k, k), (old_v, v))
-        )
-        return self._merge(out), (new_k, new_v)
-
-    def _qkv(self, x_BTD: jax.Array, rope_BTd2: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        q, k, v = jnp.split(self.wqkv(x_BTD), 3, axis=-1)
-        q, k, v = (part.reshape(*part.shape[:2], self.num_heads, -1) for part in (q, k, v))
-        return apply_rope(q, rope_BTd2), apply_rope(k, rope_BTd2), v
-
-    def _merge(self, out_BTHd: jax.Array) -> jax.Array:
-        return self.wo(out_BTHd.reshape(*out_BTHd.shape[:2], -1))
-
-
-def _in_blocks(x_BTHd: jax.Array, size: int) -> jax.Array:
-    """(B, T, H, d) -> (B, blocks, size, H, d), filled up with zeros."""
-    x_BTHd = jnp.pad(x_BTHd, ((0, 0), (0, -x_BTHd.shape[1] % size), (0, 0), (0, 0)))
-    return x_BTHd.reshape(x_BTHd.shape[0], -1, size, *x_BTHd.shape[2:])
-
-
-def _shifted(blocks: jax.Array) -> jax.Array:
-    """The block before each block; zeros before the first."""
-    return jnp.pad(blocks[:, :-1], ((0, 0), (1, 0), (0, 0), (0, 0), (0, 0)))
-
-
-def _attend(q_BTHd: jax.Array, parts: Sequence[tuple[jax.Array, jax.Array, jax.Array]]) -> jax.Array:
-    """Attention of queries over several sets of (keys BSHd, values BSHd, mask B|1 T S); softmax in float32."""
-    scale = q_BTHd.shape[-1] ** -0.5
-    scores = [
-        jnp.where(
-            mask[:, None],
-            jnp.einsum("bthd,bshd->bhts", q_BTHd, k.astype(q_BTHd.dtype), preferred_element_type=jnp.float32) * scale,
-            -jnp.inf,
-        )
-        for k, _, mask in parts
-    ]
-    weights = jax.nn.softmax(jnp.concatenate(scores, axis=-1), axis=-1).astype(q_BTHd.dtype)
-    splits = jnp.split(weights, [parts[0][0].shape[1]], axis=-1) if len(parts) == 2 else [weights]
-    out = sum(
-        jnp.einsum("bhts,bshd->bthd", weight, v.astype(weight.dtype), preferred_element_type=jnp.float32)
-        for weight, (_, v, _) in zip(splits, parts, strict=True)
-    )
-    return jnp.asarray(out).astype(q_BTHd.dtype)
-
-
-class TransformerLayer(nnx.Module):
-    """Attention and feed-forward, each normed before and scaled after."""
-
-    def __init__(self, config: CodecTransformerConfig, *, dtype=jnp.float32, rngs: nnx.Rngs):
-        self.attention_norm = RMSNorm(config.dim, config.norm_eps, dtype=dtype)
-        self.attention = Attention(config, dtype=dtype, rngs=rngs)
-        self.attention_layer_scale = LayerScale(config.dim, dtype=dtype)
-        self.ffn_norm = RMSNorm(config.dim, config.norm_eps, dtype=dtype)
-        self.feed_forward = FeedForward(config.dim, config.ffn_dim, dtype=dtype, rngs=rngs)
-        self.ffn_layer_scale = LayerScale(config.dim, dtype=dtype)
-
-    def __call__(self, x_BTD: jax.Array, rope_BTd2: jax.Array) -> jax.Array:
-        """A whole signal."""
-        return self._rest(x_BTD, self.attention(self.attention_norm(x_BTD), rope_BTd2))
-
-    def stream(
-        self, x_BTD: jax.Array, rope_BTd2: jax.Array, kv: KV, start_B: jax.Array, run_B: jax.Array
-    ) -> tuple[jax.Array, KV]:
-        """The next piece; arguments as `Attention.stream`."""
-        attended, kv = self.attention.stream(self.attention_norm(x_BTD), rope_BTd2, kv, start_B, run_B)
-        return self._rest(x_BTD, attended), kv
-
-    def _rest(self, x_BTD: jax.Array, attended_BTD: jax.Array) -> jax.Array:
-        x_BTD = x_BTD + self.attention_layer_scale(attended_BTD)
-        return x_BTD + self.ffn_layer_scale(self.feed_forward(self.ffn_norm(x_BTD)))

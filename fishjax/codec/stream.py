@@ -15,8 +15,9 @@ from dataclasses import dataclass, field
 import jax
 import jax.numpy as jnp
 
+from fishjax.codec.attention import KV
 from fishjax.codec.codec import Codec
-from fishjax.codec.layers import KV, Tail
+from fishjax.codec.layers import Tail
 
 
 @jax.tree_util.register_dataclass

@@ -10,7 +10,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from fishjax.codec.layers import KV, Tail, TransformerLayer
+from fishjax.codec.attention import KV, TransformerLayer
+from fishjax.codec.layers import Tail
 from fishjax.config import CodecTransformerConfig
 from fishjax.model.layers import Linear, RMSNorm, rope_table
 

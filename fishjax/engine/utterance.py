@@ -84,7 +84,7 @@ class Utterance:
         self._prompt_CT = self._cached_CT
         self._frames: list[np.ndarray] = []
         self._frame_limit = 0
-        self._limit_reason = FinishReason.STOP
+        self._limit_reason = FinishReason.LENGTH
         self._worst = FinishReason.STOP
         self.num_frames = 0
         self.finish_reason: FinishReason | None = None
@@ -122,7 +122,7 @@ class Utterance:
             self.num_frames += 1
             if len(self._frames) < self._frame_limit:
                 return Accepted(keep=True, segment_done=False)
-            if self._limit_reason is not FinishReason.STOP and self._worst is FinishReason.STOP:
+            if self._worst is FinishReason.STOP:
                 self._worst = self._limit_reason
         self._end_segment(last_frame_cached=is_end)
         out_of_frames = self._frames_left() <= 0

@@ -19,7 +19,8 @@ import numpy as np
 from flax import nnx
 
 from fishjax.codec import Codec
-from fishjax.codec.layers import run_chain, window_mask
+from fishjax.codec.attention import window_mask
+from fishjax.codec.layers import run_chain
 from fishjax.codec.stream import init_stream, stream_decode
 from fishjax.config import CodecConfig
 from fishjax.errors import WeightsError

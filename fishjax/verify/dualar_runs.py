@@ -17,7 +17,7 @@ import numpy as np
 from fishjax.config import ModelConfig
 from fishjax.errors import WeightsError
 from fishjax.text.prompt import Mode, Prompter, Reference
-from fishjax.text.split import group_turns_into_batches, split_text_by_speaker
+from fishjax.text.reference_split import group_turns_into_batches, split_text_by_speaker
 from fishjax.text.tokenizer import Tokenizer
 from fishjax.verify.folders import model_folders
 from fishjax.verify.replay import Replayer, Run, RunSettings

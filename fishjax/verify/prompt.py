@@ -16,7 +16,8 @@ import numpy as np
 from fishjax.config import read_json
 from fishjax.errors import FishjaxError, WeightsError
 from fishjax.text.prompt import Conversation, Item, Mode, Prompter, Reference
-from fishjax.text.split import MAX_TURNS, clean_text, group_turns_into_batches, split_text_by_speaker
+from fishjax.text.reference_split import clean_text, group_turns_into_batches, split_text_by_speaker
+from fishjax.text.split import MAX_TURNS
 from fishjax.text.tokenizer import Tokenizer
 from fishjax.verify.report import FileReport, GoldenFile
 

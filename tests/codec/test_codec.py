@@ -9,7 +9,8 @@ import pytest
 from flax import nnx
 
 from fishjax.codec import Codec
-from fishjax.codec.layers import Attention, CausalTransposedConv
+from fishjax.codec.attention import Attention
+from fishjax.codec.layers import CausalTransposedConv
 from fishjax.config import CodecConfig, CodecTransformerConfig
 from fishjax.errors import WeightsError
 from fishjax.model.layers import rope_table

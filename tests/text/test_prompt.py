@@ -7,7 +7,8 @@ import pytest
 
 from fishjax.errors import InvalidRequest, WeightsError
 from fishjax.text.prompt import Conversation, Item, Mode, Prompter, Reference
-from fishjax.text.split import group_turns_into_batches, split_for_speech, split_text_by_speaker
+from fishjax.text.reference_split import group_turns_into_batches, split_text_by_speaker
+from fishjax.text.split import split_for_speech
 from fishjax.text.tokenizer import Tokenizer
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "prompt_format"

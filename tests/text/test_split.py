@@ -10,14 +10,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from fishjax.errors import InvalidRequest
-from fishjax.text.split import (
-    SPEAKER_TAG,
-    clean_text,
-    group_turns_into_batches,
-    split_for_speech,
-    split_text_by_speaker,
-    strip_tags,
-)
+from fishjax.text.reference_split import clean_text, group_turns_into_batches, split_text_by_speaker
+from fishjax.text.split import SPEAKER_TAG, split_for_speech, strip_tags
 
 CASES = json.loads((Path(__file__).parents[1] / "golden" / "prompt_format" / "cases.json").read_text(encoding="utf-8"))
 FAMILY = "\U0001f468\u200d\U0001f469\u200d\U0001f467"
