@@ -26,7 +26,7 @@ from typing import Any
 from fishjax.errors import InvalidRequest, LimitReached, NotAllowed, Unauthenticated
 
 from .config import ServerConfig
-from .scheduler import Priority
+from .plan import Priority
 
 _SCHEME = "bearer "
 _RETRY_S = 1.0  # when a key has too many requests at once: nobody knows when one of them ends

@@ -23,8 +23,9 @@ from fishjax.errors import DeadlineExceeded, Draining, EngineFailed, FishjaxErro
 
 from .contract import Engine, PendingStep, Utterance
 from .metrics import Metrics
+from .plan import Outcome, Placement, Plan, Priority
 from .request import Event, Failed, Finished, Frame, Started
-from .scheduler import Outcome, Placement, Plan, Priority, Scheduler
+from .scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
 MailboxT = TypeVar("MailboxT")

@@ -14,7 +14,7 @@ from fishjax.engine.sampling_params import SamplingParams
 from fishjax.errors import FishjaxError
 from fishjax.text.prompt import Reference
 
-from .scheduler import Priority
+from .plan import Priority
 
 
 @dataclass(frozen=True, slots=True)

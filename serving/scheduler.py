@@ -18,9 +18,10 @@ The policy, whole:
    No more BATCH requests are begun and not over than there are slots, which limits what is saved.
 3. Each class has a queue with an end; whoever comes to a full one is told when to come back.
 4. A passed deadline ends a request, waiting or speaking.
-5. Reading prompts makes running streams wait. While a listener has little sound ahead (*thin*), one prompt is read a
-   step instead of several, and none for BATCH; the next segments of running requests go by who runs dry first. Every
-   listener is assumed to play, without a pause, from the first sound on.
+5. Reading prompts makes running streams wait. Each step reads as many as the listener with the least sound ahead can
+   wait for, by what steps and prompts took so far; at least one, and for BATCH none while somebody has little ahead.
+   The next segments of running requests go by who runs dry first. Every listener is assumed to play, without a pause,
+   from the first sound on.
 6. A request whose text has not all arrived may have nothing to speak: it keeps its slot and is *idle* until `wake`.
 """
 
@@ -30,62 +31,16 @@ import math
 from collections import OrderedDict
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
-from enum import IntEnum
 from itertools import count
 
 from fishjax.errors import QueueFull
 
+from .plan import Outcome, Placement, Plan, Priority
+
 _FIRST_GUESS_S = 2.0  # of how long a request holds a slot, until one has finished
 _SMOOTHING = 0.2
 _MAX_OVERTAKES = 3  # REALTIME requests that go before a waiting STANDARD one
-_THIN_S = 0.15  # about three frames, or the reading of a long prompt
-
-
-class Priority(IntEnum):
-    """How urgent a request is; less is more."""
-
-    REALTIME = 1
-    STANDARD = 2
-    BATCH = 3
-
-
-@dataclass(frozen=True, slots=True)
-class Placement:
-    """A request in a slot, in its `turn`."""
-
-    request_id: str
-    slot: int
-    turn: int
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """One step: what to do, in this order. False when there is nothing to do."""
-
-    now_s: float
-    expired: tuple[str, ...] = ()  # requests whose deadline passed; they are gone from the scheduler
-    save: tuple[Placement, ...] = ()  # take what the slot holds: the request will go on from it later
-    free: tuple[int, ...] = ()  # slots to empty
-    start: tuple[Placement, ...] = ()  # read the first prompt, put it into the slot
-    restore: tuple[Placement, ...] = ()  # put what was saved into the slot
-    resume: tuple[Placement, ...] = ()  # read the next segment's prompt after what the slot holds
-    run: tuple[Placement, ...] = ()  # make a frame; includes those that start, and those that resume
-
-    def __bool__(self) -> bool:
-        return bool(self.expired or self.save or self.free or self.start or self.restore or self.resume or self.run)
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """What a frame was for its request: sound or not, and the last of its segment or of the request or neither.
-
-    `waits`: the next segment's text is not here yet.
-    """
-
-    sound: bool = True
-    segment_over: bool = False
-    waits: bool = False
-    request_over: bool = False
+_LITTLE_S = 0.15  # of sound: about three frames
 
 
 @dataclass(slots=True)
@@ -105,6 +60,23 @@ class _Request:
     def has_prompt(self) -> bool:
         """Whether its slot can make a frame."""
         return not self.needs_prompt and not self.idle
+
+
+@dataclass(slots=True)
+class _StepTime:
+    """How long a step takes, and how much longer with each prompt that is read in it. Learns from both kinds."""
+
+    step_s: float = 0.01
+    prompt_s: float = 0.03
+
+    def learn(self, took_s: float, num_prompts: int) -> None:
+        if num_prompts:
+            self.prompt_s += _SMOOTHING * (max(0.0, took_s - self.step_s) / num_prompts - self.prompt_s)
+        else:
+            self.step_s += _SMOOTHING * (took_s - self.step_s)
+
+    def of(self, num_prompts: int) -> float:
+        return self.step_s + num_prompts * self.prompt_s
 
 
 class Scheduler:
@@ -131,6 +103,9 @@ class Scheduler:
         self._turns = count(1)
         self._overtakes = 0
         self._hold_s = _FIRST_GUESS_S
+        self._step_time = _StepTime()
+        self._in_flight: Plan | None = None  # the latest plan, until it is applied
+        self._applied_s: float | None = None  # when the step before was, if one step follows another
 
     @property
     def num_waiting(self) -> int:
@@ -206,16 +181,21 @@ class Scheduler:
         for request_id in expired:
             self.cancel(request_id)
         free, self._left = tuple(sorted(self._left)), set()
-        thin = any(self._is_thin(name, now_s) for name in self.running_ids if name not in held)
-        budget = 1 if thin else self._max_prompts
-        resuming = self._next_to_resume(budget, batch=not thin)
-        save, start, restore = self._give_slots(now_s, max(1, budget - len(resuming)), held, batch=not thin)
+        ahead_s = self._least_ahead_s(now_s, held)
+        budget = next((n for n in range(self._max_prompts, 1, -1) if self._step_time.of(n) <= ahead_s), 1)
+        batch = ahead_s >= _LITTLE_S
+        resuming = self._next_to_resume(budget, batch=batch)
+        save, start, restore = self._give_slots(now_s, max(1, budget - len(resuming)), held, batch=batch)
         resume = [name for name in resuming if self._requests[name].slot is not None]  # some may just be saved
         for request_id in (*start, *resume):
             self._requests[request_id].needs_prompt = False
         run = [name for name in self.running_ids if name not in held and self._requests[name].has_prompt]
         placed = self._place
-        return Plan(now_s, expired, save, free, placed(start), placed(restore), placed(resume), placed(run))
+        plan = Plan(now_s, expired, save, free, placed(start), placed(restore), placed(resume), placed(run))
+        self._in_flight = plan if run else None
+        if not run:
+            self._applied_s = None
+        return plan
 
     def is_current(self, placement: Placement) -> bool:
         """Whether the request is still here and has had no new prompt since."""
@@ -227,6 +207,11 @@ class Scheduler:
 
         Returns the class of each request whose listener had run dry before this step's sound.
         """
+        if plan is self._in_flight:
+            self._in_flight = None
+        if self._applied_s is not None and now_s > self._applied_s:
+            self._step_time.learn(now_s - self._applied_s, plan.num_prompts)
+        self._applied_s = now_s
         underruns = []
         for placement in plan.run:
             outcome = outcomes.get(placement.request_id)
@@ -247,10 +232,17 @@ class Scheduler:
                 request.idle, request.needs_prompt = outcome.waits, not outcome.waits
         return tuple(underruns)
 
-    def _is_thin(self, request_id: str, now_s: float) -> bool:
-        """Whether a real listener has little sound ahead, and we are to blame."""
-        request = self._requests[request_id]
-        return request.priority is not Priority.BATCH and not request.idle and request.dry_s - now_s < _THIN_S
+    def _least_ahead_s(self, now_s: float, held: Collection[str]) -> float:
+        """Seconds of sound that the listener with the least has ahead when the step in flight is done.
+
+        BATCH does not count, nor whoever lacks text, nor a reader that has let sound pile up.
+        """
+        running = ((name, self._requests[name]) for name in self.running_ids if name not in held)
+        dry_s = (r.dry_s for _, r in running if r.priority is not Priority.BATCH and not r.idle)
+        least_s = min(dry_s, default=math.inf) - now_s
+        if self._in_flight is None:
+            return least_s
+        return least_s + self._frame_s - self._step_time.of(self._in_flight.num_prompts)
 
     def _next_to_resume(self, limit: int, *, batch: bool) -> list[str]:
         """Running requests whose next segment's prompt is read now: those who run dry first, BATCH last."""

@@ -50,9 +50,9 @@ from .contract import Speech
 from .keys import ANYBODY, ApiKey, KeyRing
 from .loop import SynthesisLoop
 from .metrics import Metrics
+from .plan import Priority
 from .references import ReferenceReader
 from .request import Clip, Finished, SpeechRequest
-from .scheduler import Priority
 from .session import Mailbox, ReaderPace, Session
 from .voices import Voice, VoiceStore, check_voice_id, clips_digest
 

@@ -13,7 +13,7 @@ from fishjax.client import Client
 from fishjax.errors import InvalidRequest, LimitReached, NotAllowed, Unauthenticated
 from fishjax.rpc.v1 import tts_pb2
 from serving.keys import ANYBODY, ApiKey, KeyRing
-from serving.scheduler import Priority
+from serving.plan import Priority
 
 PATIENCE_S = 10.0
 SECRET = "fjx-0123456789-very-secret"

@@ -11,8 +11,9 @@ from fishjax.errors import DeadlineExceeded, Draining, EngineFailed, InvalidRequ
 from serving._testing import FakeEngine, FakeSpeech, frame_level
 from serving.loop import LoopState, SynthesisLoop
 from serving.metrics import Metrics
+from serving.plan import Priority
 from serving.request import Failed, Finished, Frame, Started
-from serving.scheduler import Priority, Scheduler
+from serving.scheduler import Scheduler
 
 PATIENCE_S = 10.0
 

@@ -10,8 +10,9 @@ from fishjax.engine.sampling_params import SamplingParams
 from fishjax.rpc.v1 import tts_pb2
 from serving.loop import LoopState, SynthesisLoop
 from serving.metrics import Metrics
+from serving.plan import Priority
 from serving.request import Failed, Finished, Frame
-from serving.scheduler import Priority, Scheduler
+from serving.scheduler import Scheduler
 
 PATIENCE_S = 60.0
 LONG = "open the red door please. find the blue box now. three seven one. close the garden gate."

@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from fishjax.errors import QueueFull
-from serving.scheduler import Outcome, Placement, Priority, Scheduler
+from serving.plan import Outcome, Placement, Priority
+from serving.scheduler import Scheduler
 
 FRAME_S = 0.0464
 REALTIME, STANDARD, BATCH = Priority
@@ -268,15 +269,49 @@ def running(scheduler, names, frames, now_s=0.0):
     assert ids(plan.run) == list(names)
     for _ in range(frames):
         scheduler.apply(plan, dict.fromkeys(names, SOUND), now_s)
+    return plan
 
 
-def test_one_prompt_a_step_while_a_listener_is_about_to_run_dry():
-    scheduler = batch_scheduler(num_slots=8)
-    running(scheduler, ["a"], frames=10)  # 0.464 s
-    for number in range(6):
+@pytest.mark.parametrize(
+    ("ahead_s", "num_prompts"), [(-1.0, 1), (0.04, 1), (0.069, 1), (0.071, 2), (0.131, 4), (9.0, 4)]
+)
+def test_as_many_prompts_a_step_as_the_poorest_listener_can_wait_for(ahead_s, num_prompts):
+    """At first a step is thought to take 10 ms, and 30 ms more for each prompt."""
+    scheduler = batch_scheduler(num_slots=16)
+    plan = running(scheduler, ["rich", "a"], frames=200)
+    for _ in range(100):
+        scheduler.apply(plan, {"rich": SOUND}, 0.0)
+    for number in range(9):
         scheduler.add(f"n{number}")
-    assert len(scheduler.plan(10 * FRAME_S - 0.149).start) == 1
-    assert len(scheduler.plan(10 * FRAME_S - 0.151).start) == 4
+    assert len(scheduler.plan(200 * FRAME_S - ahead_s).start) == num_prompts
+
+
+def test_what_prompts_take_is_learnt():
+    scheduler = batch_scheduler(num_slots=64)
+    running(scheduler, ["a"], frames=1000)
+    now_s = 0.0
+    for number in range(30):
+        scheduler.add(f"n{number}")
+        plan = scheduler.plan(now_s)
+        now_s += 0.004 + 0.002 * plan.num_prompts
+        scheduler.apply(plan, {}, now_s)
+        now_s += 0.004
+        scheduler.apply(scheduler.plan(now_s), {}, now_s)
+    for number in range(9):
+        scheduler.add(f"m{number}")
+    # 20 ms are enough for four quick prompts.
+    assert len(scheduler.plan(1000 * FRAME_S - 0.02).start) == 4
+
+
+def test_the_step_in_flight_counts():
+    """Its sound will be there before the next step's, and its prompts are still being read."""
+    scheduler = batch_scheduler(num_slots=16)
+    running(scheduler, ["a"], frames=4)
+    for number in range(9):
+        scheduler.add(f"n{number}")
+    now_s = 4 * FRAME_S - 0.14
+    assert len(scheduler.plan(now_s).start) == 4  # 130 ms
+    assert len(scheduler.plan(now_s).start) == 1  # 140 + 46 - 130 ms are left
 
 
 def test_batch_reads_no_prompt_while_a_listener_is_about_to_run_dry():
@@ -284,7 +319,7 @@ def test_batch_reads_no_prompt_while_a_listener_is_about_to_run_dry():
     running(scheduler, ["a"], frames=10)
     scheduler.add("b", BATCH)
     assert scheduler.plan(10 * FRAME_S - 0.149).start == ()
-    assert scheduler.plan(10 * FRAME_S - 0.149, held={"a"}).start != ()  # a paused reader has plenty
+    assert ids(scheduler.plan(10 * FRAME_S - 0.149, held={"a"}).start) == ["b"]  # a paused reader has plenty
 
 
 def test_next_segments_go_by_who_runs_dry_first():
@@ -295,19 +330,22 @@ def test_next_segments_go_by_who_runs_dry_first():
         for _ in range(frames):
             scheduler.apply(plan, {name: SOUND}, 0.0)
     scheduler.apply(plan, dict.fromkeys("abc", Outcome(sound=False, segment_over=True)), 0.0)
-    assert [ids(scheduler.plan(0.0).resume) for _ in range(3)] == [["b"], ["c"], ["a"]]
+    plans = [scheduler.plan(0.0) for _ in range(3)]
+    assert [name for plan in plans for name in ids(plan.resume)] == ["b", "c", "a"]
+    assert ids(plans[0].resume)[0] == "b"
 
 
 def test_a_listener_who_ran_dry_hears_the_next_frame_from_its_arrival_on():
     """The clock of a listener stands still while there is nothing to hear."""
     scheduler = batch_scheduler(num_slots=8)
     running(scheduler, ["a"], frames=1)
-    plan = scheduler.plan(5.0)
+    plan = scheduler.plan(0.06)
     for _ in range(4):
-        scheduler.apply(plan, {"a": SOUND}, 5.0)
+        scheduler.apply(plan, {"a": SOUND}, 0.06)
     for number in range(4):
         scheduler.add(f"n{number}")
-    assert len(scheduler.plan(5.0 + 4 * FRAME_S - 0.151).start) == 4
+    # A step is thought to take 20 ms now, and four prompts 120 more.
+    assert len(scheduler.plan(0.06 + 4 * FRAME_S - 0.141).start) == 4
 
 
 def test_an_idle_request_keeps_its_slot_until_it_has_text_again():
@@ -368,31 +406,43 @@ def test_silence_for_want_of_text_is_not_a_listener_running_dry():
     assert len(scheduler.plan(9.0).start) == 4
 
 
-def dry_times(scheduler, num_newcomers, *, step_s=0.01, prompt_s=0.03, num_steps=60):
-    """Simulate a device: a step costs `step_s`, and `prompt_s` more for each prompt. How often listeners ran dry."""
-    now_s, dry, heard_until = 0.0, 0, {}
+def dry_times(scheduler, num_newcomers, *, step_s=0.01, prompt_s=0.03, num_steps=80):
+    """Simulate a device whose steps are read one step late: how often listeners ran dry, and when all had sound."""
     running(scheduler, ["a", "b"], frames=1)
     heard_until = {"a": FRAME_S, "b": FRAME_S}
     for number in range(num_newcomers):
         scheduler.add(f"n{number}")
+    now_s = done_s = 0.0
+    dry, all_heard_s, previous = 0, None, None
     for _ in range(num_steps):
         plan = scheduler.plan(now_s)
-        now_s += step_s + prompt_s * (len(plan.start) + len(plan.resume))
-        for name in ids(plan.run):
-            dry += now_s > heard_until.get(name, math.inf)
-            heard_until[name] = max(heard_until.get(name, now_s), now_s) + FRAME_S
-        scheduler.apply(plan, dict.fromkeys(ids(plan.run), SOUND), now_s)
-    assert len(heard_until) == 2 + num_newcomers
-    return dry
+        if previous is not None:
+            now_s, names = done_s, ids(previous.run)
+            for name in names:
+                dry += now_s > heard_until.get(name, math.inf)
+                heard_until[name] = max(heard_until.get(name, now_s), now_s) + FRAME_S
+            scheduler.apply(previous, dict.fromkeys(names, SOUND), now_s)
+        if all_heard_s is None and len(heard_until) == 2 + num_newcomers:
+            all_heard_s = now_s
+        done_s = max(done_s, now_s) + step_s + prompt_s * plan.num_prompts
+        previous = plan
+    return dry, all_heard_s
 
 
 def test_a_crowd_of_newcomers_makes_no_listener_run_dry(monkeypatch):
     def crowd():
-        return dry_times(batch_scheduler(num_slots=10), num_newcomers=8)
+        return dry_times(batch_scheduler(num_slots=10), num_newcomers=8)[0]
 
     assert crowd() == 0
-    monkeypatch.setattr("serving.scheduler._THIN_S", -math.inf)
+    monkeypatch.setattr("serving.scheduler._StepTime.of", lambda self, num_prompts: 0.0)
     assert crowd() > 0  # four prompts in a step are more than one frame of sound
+
+
+def test_a_crowd_does_not_wait_where_prompts_are_quick():
+    """Sixty at once, 2 ms a prompt and 4 ms a step: what a step and a prompt take is learnt within a few steps."""
+    dry, all_heard_s = dry_times(batch_scheduler(num_slots=62), num_newcomers=60, step_s=0.004, prompt_s=0.002)
+    assert dry == 0
+    assert all_heard_s < 1.5 * (60 * 0.002 + 15 * 0.004)
 
 
 class Life(RuleBasedStateMachine):
