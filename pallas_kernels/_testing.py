@@ -24,9 +24,12 @@ TOLERANCES: dict[tuple[str, str], Tolerance] = {
     ("matmul", "bfloat16"): Tolerance(2e-3, "rounding the output to bfloat16 alone gives 1.7e-3"),
     ("matmul", "float32"): Tolerance(1e-5, "float32 sums of 9,728 terms stay near 1e-6; a short accumulator does not"),
     ("swiglu_mlp", "bfloat16"): Tolerance(
-        3e-3, "output rounding, plus inner values on an FP8 rounding boundary that fall to the other side (about 1e-3)"
+        6e-3,
+        "inner values near an FP8 rounding boundary fall to the other side: gate and up come from partial sums of 128 "
+        "products in an accumulator of about 14 bits (1e-4), so about 1 value in 400 moves by one step of 9 % on the "
+        "mean, 0.09 sqrt(1/400) = 4.5e-3; output rounding adds 1.7e-3. The kernel's own inner values are checked apart",
     ),
-    ("swiglu_mlp", "float32"): Tolerance(2e-3, "inner values on an FP8 rounding boundary that fall to the other side"),
+    ("swiglu_mlp", "float32"): Tolerance(2e-3, "the reference: float32 inner values, 1 in 10,000 on the other side"),
     ("decode_attention", "bfloat16"): Tolerance(4e-3, "output rounding, plus probabilities rounded to bfloat16"),
     ("decode_attention", "float32"): Tolerance(1e-5, "float32 softmax and sums over at most 32,768 positions"),
 }

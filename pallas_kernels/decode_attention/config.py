@@ -52,9 +52,9 @@ def can_run(config: Config, H: int, G: int, S: int, d: int, kv_bytes: int) -> st
 
 
 def default_config(B: int, G: int, S: int) -> Config:
-    """Enough blocks to fill the device about twice over, none shorter than one step."""
+    """At least one block to an SM, none shorter than one step: more parts cost more merging than they win."""
     splits = 1
-    while B * G * splits < 2 * NUM_SMS and 2 * splits * 64 <= S and splits < 16:
+    while B * G * splits < NUM_SMS and 2 * splits * 64 <= S and splits < 16:
         splits *= 2
     return Config(splits=splits)
 

@@ -6,7 +6,7 @@ import jax
 
 from .. import _dispatch
 from ..types import BLOCK, BlockScaled
-from . import reference
+from . import mosaic_sm90, reference
 
 
 def quantize_blocks(
@@ -17,7 +17,7 @@ def quantize_blocks(
     Args:
       x: (N, K) floating point, K a multiple of 128.
       block: (1, 128), one scale per row and 128 columns (activations), or (128, 128) (weights; any N).
-      backend: None, "reference" or "mosaic".
+      backend: None, "reference" or "mosaic" (activations: block (1, 128)).
 
     Returns:
       BlockScaled: values (N, K), scale (N, K / 128) or (ceil(N / 128), K / 128). NaN and infinities become NaN.
@@ -32,5 +32,7 @@ def quantize_blocks(
         raise ValueError(f"quantize_blocks: x must be a matrix (N, K), got shape {x.shape}")
     if x.shape[1] % BLOCK or not x.shape[1]:
         raise ValueError(f"quantize_blocks: K must be a multiple of {BLOCK}, got K = {x.shape[1]} (shape {x.shape})")
-    _dispatch.choose("quantize_blocks", backend, _dispatch.no_kernel_yet)
+    if _dispatch.choose("quantize_blocks", backend, lambda: mosaic_sm90.why_not(block)) is _dispatch.Backend.MOSAIC:
+        values_MK, scale_KbM = mosaic_sm90.quantize_rows(x)
+        return BlockScaled(values_MK[: x.shape[0]], scale_KbM[: x.shape[1] // BLOCK, : x.shape[0]].T)
     return reference.quantize_blocks(x, block)
