@@ -11,10 +11,11 @@ import grpc
 import numpy as np
 import pytest
 
+from fishjax.bench.gate.judge import hear, word_errors
+from fishjax.bench.gate.texts import held_out
 from fishjax.client import Client
 from fishjax.rpc.v1 import tts_pb2
-from tools.minnow.judge import hear, word_errors
-from tools.minnow.texts import closed_prompts, held_out
+from tools.minnow.texts import closed_prompts
 
 # Word error rate of the greedy voice on 24 prompts (120 words) that were never trained on: 53 words wrong, as the model
 # card says. This guards against getting worse; the target, 0.10, is not met by these weights.

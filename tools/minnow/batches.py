@@ -20,10 +20,10 @@ from pathlib import Path
 
 import numpy as np
 
+from fishjax.bench.gate.texts import DIGITS
 from fishjax.text.prompt import Conversation, Prompter, Reference
 from fishjax.text.tokenizer import Tokenizer
 from tools.minnow.codes import read_codes
-from tools.minnow.texts import DIGITS
 from tools.minnow.voices import DEFAULT_VOICE
 
 MAX_REFERENCE_FRAMES = 86  # 4 s: longer references are trimmed when served

@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from fishjax.bench.gate.judge import mel_filters
 from fishjax.codec import Codec
-from tools.minnow.judge import mel_filters
 
 _SCALES = ((32, 5), (64, 10), (128, 20), (256, 40), (512, 80), (1024, 160), (2048, 320))  # window, mel bands
 _LINEAR_SCALES = (512, 1024, 2048)

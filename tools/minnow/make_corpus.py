@@ -18,6 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
+from fishjax.bench.gate.texts import held_out
 from tools.minnow import texts
 from tools.minnow.voices import DEFAULT_VOICE, FLITE, SHIFTED, VOICES, Teachers
 
@@ -53,7 +54,7 @@ def held_out_items(sentences: list[str], voices: tuple[str, ...]) -> list[dict]:
     """The evaluation shard: every held-out prompt by the default voice, then 24 free sentences by all voices."""
     items = [
         {"text": text, "voice": DEFAULT_VOICE, "kind": "closed", "seed": i, "speed": 1.0}
-        for i, text in enumerate(texts.held_out())
+        for i, text in enumerate(held_out())
     ]
     rng = random.Random(7)
     for i, text in enumerate(rng.sample(sentences, min(24, len(sentences)))):

@@ -23,11 +23,12 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from fishjax.bench.gate.judge import mel_distance
 from fishjax.codec import Codec
 from fishjax.config import CodecConfig
 from tools.minnow import codec_loss, training
 from tools.minnow.convs import KINDS, Table, convolutions, measure
-from tools.minnow.judge import Judges, mel_distance
+from tools.minnow.judge import Judges
 from tools.minnow.make_corpus import HELD_OUT_SHARD, finished_shards, read_shard
 from tools.minnow.shapes import CODEC, SMOKE_CODEC, load_codec, save_codec, write_json
 

@@ -24,6 +24,7 @@ import numpy as np
 import optax
 from flax import nnx
 
+from fishjax.bench.gate.texts import NUM_CHOOSING, NUM_HELD_OUT, held_out
 from fishjax.config import ModelConfig
 from fishjax.model.dual_ar import DualAR, candidate_ids
 from fishjax.model.layers import Embedding
@@ -36,7 +37,6 @@ from tools.minnow.codes import Encoder, encode_corpus, read_codes
 from tools.minnow.convs import convolutions
 from tools.minnow.judge import Judges
 from tools.minnow.speak import greedy_codes, prompts, spoken_frames
-from tools.minnow.texts import held_out
 from tools.minnow.voices import DEFAULT_VOICE
 
 BUCKETS = (Bucket(128, 352), Bucket(192, 240), Bucket(288, 160), Bucket(416, 104))
@@ -229,7 +229,7 @@ class Trainer:
         self.queue, self.workers = start_workers(recipe, arguments.workers, seed=arguments.seed)
         self.judges = Judges(arguments.judges)
         prompter = Prompter(tokenizer, config.num_codebooks)
-        sizes = (6, 6, 40) if arguments.smoke else (48, 112, 112)
+        sizes = (6, 6, 40) if arguments.smoke else (NUM_CHOOSING, NUM_HELD_OUT - NUM_CHOOSING, 112)
         self.listener = Listener(self.model, codec, prompter, self.judges, *sizes)
         self.history: list[dict[str, Any]] = []
         self.best_wer = float("inf")
