@@ -26,6 +26,7 @@ from fishjax.config import CodecConfig
 from fishjax.errors import WeightsError
 from fishjax.model.layers import rope_table
 from fishjax.verify.codec_published import verify_published
+from fishjax.verify.compiled import compiled
 from fishjax.verify.folders import is_codec_config
 from fishjax.verify.report import FLOAT_TOLERANCE, FileReport, GoldenFile
 from fishjax.weights.files import read_checkpoint
@@ -78,15 +79,8 @@ class _Comparison:
 
     def __init__(self, config: CodecConfig, codec: Codec, golden: GoldenFile):
         self.config, self.codec, self.golden = config, codec, golden
-        graph, state = nnx.split(codec)
-
-        def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-            jitted = jax.jit(lambda state, *inputs: function(nnx.merge(graph, state), *inputs))
-            return functools.partial(jitted, state)
-
-        self._compiled = compiled
-        self._decode_stages = compiled(_decode_stages)
-        self._step = compiled(stream_decode)
+        self._decode_stages = compiled(_decode_stages, codec)
+        self._step = compiled(stream_decode, codec)
         self._margins: dict[str, float] = {}
         self._lengths: dict[str, dict[str, Any]] = {}
 
@@ -119,13 +113,8 @@ class _Comparison:
             for name in golden.names(f"{case}.")
             if (match := _BOOKS_ENTRY.fullmatch(name)) and match["case"] == case
         }
-
-        def everything(codec: Codec, audio_BT: jax.Array):
-            # One program, so that what the encodes share is computed once.
-            limited = {name: codec.encode(audio_BT, lengths, num_quantizers=n)[0] for name, n in fewer.items()}
-            return codec.encode(audio_BT, lengths), limited, _encode_stages(codec, audio_BT)
-
-        (codes, frames), limited, stages = self._compiled(everything)(jnp.asarray(audio_B1T[:, 0]))
+        everything = compiled(_encode_everything(tuple(fewer.values())), self.codec)
+        (codes, frames), limited, stages = everything(jnp.asarray(audio_B1T[:, 0]), lengths)
         codes, frames = np.asarray(codes), np.asarray(frames)
         margin = np.asarray(stages.pop("code_margin"))
         self._margins[case] = float(margin.min())
@@ -140,7 +129,7 @@ class _Comparison:
         if f"{case}.code_margin" in golden:
             golden.compare(f"{case}.code_margin", margin, FLOAT_TOLERANCE)
         self._compare_stages(case, stages)
-        for name, codes in limited.items():
+        for name, codes in zip(fewer, limited, strict=True):
             golden.compare(name, np.asarray(codes), 0)
 
     def _decode_case(self, case: str) -> None:
@@ -184,13 +173,7 @@ class _Comparison:
                 module = module[int(part)] if part.isdigit() else getattr(module, part)
             except (AttributeError, IndexError, TypeError) as error:
                 raise WeightsError(f"{self.golden.name} speaks of a module '{path}' that is not there") from error
-        graph, state = nnx.split(module)
-
-        def whole(state: nnx.State, x_BTC: jax.Array) -> jax.Array:
-            block: Any = nnx.merge(graph, state)
-            return run_chain(block, x_BTC, None)[0] if isinstance(block, nnx.List) else block(x_BTC)
-
-        y_BTC = jax.jit(whole)(state, x_BTC)
+        y_BTC = compiled(_whole, module)(x_BTC)
         self.golden.compare(f"module.{path}.out", np.asarray(y_BTC).transpose(0, 2, 1), FLOAT_TOLERANCE)
 
     def _rope(self) -> None:
@@ -244,9 +227,24 @@ class _Comparison:
         case = min(self._lengths, key=lambda case: self._lengths[case]["samples"][2])
         audio_BT = self.golden.read(f"{case}.audio")[:, 0]
         frames = max(1, 2 * (audio_BT.shape[1] // self.config.samples_per_frame) // 3)
-        encode = self._compiled(lambda codec, audio_BT: codec.encode(audio_BT)[0])
-        codes_BKT = np.asarray(encode(jnp.asarray(audio_BT[:, : frames * self.config.samples_per_frame])))
+        encode = compiled(Codec.encode, self.codec)
+        codes_BKT = np.asarray(encode(jnp.asarray(audio_BT[:, : frames * self.config.samples_per_frame]))[0])
         return bool(np.array_equal(codes_BKT, self.golden.read(f"{case}.codes")[:, :, :frames]))
+
+
+@functools.cache
+def _encode_everything(num_quantizers: tuple[int, ...]) -> Callable[..., Any]:
+    """What an encode case records, as one program, so that what the encodes share is computed once."""
+
+    def everything(codec: Codec, audio_BT: jax.Array, lengths_B: jax.Array | None):
+        limited = [codec.encode(audio_BT, lengths_B, num_quantizers=number)[0] for number in num_quantizers]
+        return codec.encode(audio_BT, lengths_B), limited, _encode_stages(codec, audio_BT)
+
+    return everything
+
+
+def _whole(block: Any, x_BTC: jax.Array) -> jax.Array:
+    return run_chain(block, x_BTC, None)[0] if isinstance(block, nnx.List) else block(x_BTC)
 
 
 def _encode_stages(codec: Codec, audio_BT: jax.Array) -> dict[str, jax.Array]:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import jax
@@ -19,6 +18,7 @@ from fishjax.config import ModelConfig
 from fishjax.engine import sampling
 from fishjax.model.dual_ar import DualAR, select_frames
 from fishjax.model.layers import rope_table
+from fishjax.verify.compiled import compiled
 from fishjax.verify.dualar_runs import restore_infinity
 from fishjax.verify.replay import Replayer
 from fishjax.verify.report import FLOAT_TOLERANCE, GoldenFile, difference
@@ -34,7 +34,6 @@ class Forwards:
     def __init__(self, config: ModelConfig, model: DualAR, golden: GoldenFile, settings: GoldenFile):
         self.config, self.model, self.golden, self.settings = config, model, golden, settings
         self.replayer = Replayer(model)
-        self._graph, self._state = nnx.split(model)
 
     def all(self) -> None:
         """Compare everything that is there."""
@@ -163,7 +162,7 @@ class Forwards:
             self.golden.compare(name.removesuffix("logits") + "probs", np.asarray(probs_BN), PROBABILITY_TOLERANCE)
 
     def _run(self, method: Callable[..., Any], *args: Any) -> Any:
-        return _jitted(method, self._graph, self._state, *args)
+        return compiled(method, self.model)(*args)
 
     def _columns(self, name: str) -> jax.Array:
         return jnp.asarray(self.golden.read(name), jnp.int32)
@@ -176,11 +175,6 @@ class Forwards:
     def _compare(self, name: str, actual: Any) -> None:
         if name in self.golden:
             self.golden.compare(name, np.asarray(actual), FLOAT_TOLERANCE)
-
-
-@partial(jax.jit, static_argnums=(0, 1))
-def _jitted(method: Callable[..., Any], graph: nnx.GraphDef, state: nnx.State, *args: Any) -> Any:
-    return method(nnx.merge(graph, state), *args)
 
 
 def _as_bfloat16(model: DualAR) -> DualAR:

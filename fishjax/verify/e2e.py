@@ -10,13 +10,12 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 
 from fishjax.codec import Codec
 from fishjax.errors import WeightsError
+from fishjax.verify.compiled import compiled
 from fishjax.verify.dualar_runs import Replayed, long_runs, replay_folder, single_runs
 from fishjax.verify.folders import is_codec_config, model_folders
 from fishjax.verify.report import FLOAT_TOLERANCE, FileReport, GoldenFile
@@ -67,13 +66,12 @@ def _pairs(root: Path, runs: set[str]) -> Iterator[tuple[Path, Codec]]:
 
 
 def _compare(golden: GoldenFile, replayed: Replayed, codec: Codec) -> FileReport:
-    graph, state = nnx.split(codec)
-    decode = jax.jit(lambda state, codes_BKT: nnx.merge(graph, state).decode(codes_BKT))
+    decode = compiled(Codec.decode, codec)
 
     def sound_of(codes_KT: np.ndarray) -> np.ndarray:
         if codes_KT.shape[0] != codec.config.num_codebooks:
             raise WeightsError(f"runs have {codes_KT.shape[0]} codebooks, the codec {codec.config.num_codebooks}")
-        return np.asarray(decode(state, jnp.asarray(codes_KT, jnp.int32)[None]))[0]
+        return np.asarray(decode(jnp.asarray(codes_KT, jnp.int32)[None]))[0]
 
     for name, run in replayed.runs.items():
         if f"{name}.codes" in golden:
