@@ -21,7 +21,8 @@ from fishjax.engine.utterance import Utterance
 from fishjax.text.live import LiveText
 from fishjax.text.prompt import Prompter, Reference
 from fishjax.text.tokenizer import Tokenizer
-from fishjax.weights.model_folder import load_model
+from fishjax.weights.model_folder import LoadedModel, load_model
+from fishjax.weights.prepare import prepare
 
 MINNOW = Path(__file__).parent / "minnow"
 
@@ -111,7 +112,20 @@ def load(
     place = Path(folder) if folder is not None else MINNOW
     if progress:
         progress(f"reading {place.name}")
-    loaded = load_model(place, precision)
+    speech = assemble(
+        load_model(place, precision), num_slots=num_slots, max_len=max_len, model_name=place.resolve().name
+    )
+    if warm:
+        speech.engine.warmup(progress and (lambda what: progress(f"compiling the {what}")))
+    return speech
+
+
+def assemble(loaded: LoadedModel, *, num_slots: int, max_len: int, model_name: str) -> SpeechModel:
+    """An engine around a model in memory, nothing compiled yet. Raises InvalidRequest for a size that cannot be.
+
+    The model's weights are laid out for decoding, in place.
+    """
+    prepare(loaded.dual_ar)
     tokenizer = Tokenizer.from_file(loaded.tokenizer)
     engine = Engine(
         loaded.dual_ar,
@@ -121,10 +135,7 @@ def load(
         max_len=max_len,
         precision=loaded.precision,
         max_reference_s=loaded.profile.max_reference_s,
-        model_name=place.resolve().name,
+        model_name=model_name,
     )
     config = loaded.config
-    speech = SpeechModel(engine, Prompter(tokenizer, config.num_codebooks, config.prompt_layout), loaded.profile)
-    if warm:
-        engine.warmup(progress and (lambda what: progress(f"compiling the {what}")))
-    return speech
+    return SpeechModel(engine, Prompter(tokenizer, config.num_codebooks, config.prompt_layout), loaded.profile)
