@@ -75,7 +75,7 @@ class SynthesisLoop(Generic[MailboxT]):
         self._engine = engine
         self._deliver = deliver
         self._on_state = on_state
-        self._max_unread_frames = max_unread_frames
+        self.max_unread_frames = max_unread_frames
         self._metrics = metrics
         self._settled_s: float | None = None  # when the step before was read, if one was
         self._clock = clock
@@ -270,7 +270,7 @@ class SynthesisLoop(Generic[MailboxT]):
         return {
             request_id
             for request_id, request in self._requests.items()
-            if request.utterance.num_frames - request.frames_taken >= self._max_unread_frames
+            if request.utterance.num_frames - request.frames_taken >= self.max_unread_frames
         }
 
     def _dispatch(self, plan: Plan) -> PendingStep | None:

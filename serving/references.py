@@ -19,8 +19,8 @@ from fishjax.text.prompt import Reference
 
 from .contract import Speech
 from .loop import SynthesisLoop
+from .mailbox import Mailbox
 from .request import Clip
-from .session import Mailbox
 
 _ENTRY_BYTES = 256  # of an entry beside its codes
 

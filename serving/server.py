@@ -23,11 +23,11 @@ from .config import ServerConfig
 from .contract import Speech
 from .keys import read_keys
 from .loop import LoopState, SynthesisLoop
+from .mailbox import Mailbox, deliver
 from .metrics import Metrics
 from .references import ReferenceReader
 from .scheduler import Scheduler
 from .servicer import TtsServicer
-from .session import Mailbox, deliver
 from .tls import server_credentials
 from .voices import VoiceStore
 

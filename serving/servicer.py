@@ -49,11 +49,12 @@ from .config import ServerConfig
 from .contract import Speech
 from .keys import ANYBODY, ApiKey, KeyRing
 from .loop import SynthesisLoop
+from .mailbox import Mailbox
 from .metrics import Metrics
 from .plan import Priority
 from .references import ReferenceReader
 from .request import Clip, Finished, SpeechRequest
-from .session import Mailbox, ReaderPace, Session
+from .session import ReaderPace, Session
 from .voices import Voice, VoiceStore, check_voice_id, clips_digest
 
 logger = logging.getLogger(__name__)
@@ -198,7 +199,7 @@ class TtsServicer(tts_pb2_grpc.TtsServicer):
         first_audio_s = None
         num_frames = 0
         read = self._references.read
-        async with Session(request, self._speech, self._loop, self._executor, read) as session:
+        async with Session(request, self._speech, self._loop, self._executor, read, self._clock) as session:
             await pace.write(context.write(tts_pb2.SynthesizeResponse(header=self._header(request))), 0.0)
             if pieces is not None:
                 session.read_text(pieces, self._config.max_text_bytes)

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
@@ -25,49 +24,10 @@ from fishjax.text.prompt import Reference
 
 from .contract import Speech, Utterance
 from .loop import SynthesisLoop
-from .request import Clip, Event, Failed, Finished, Frame, SpeechRequest, Started
+from .mailbox import MAX_FRAMES, Mailbox, Playback
+from .request import Clip, Failed, Finished, Frame, SpeechRequest, Started
 
 logger = logging.getLogger(__name__)
-MAX_FRAMES_PER_MESSAGE = 16
-
-
-class Mailbox:
-    """Events of one request, from the loop to its session. The loop bounds it: it pauses a slot that is not read."""
-
-    def __init__(self):
-        self._events: deque[Event] = deque()
-        self._arrived = asyncio.Event()
-
-    def put(self, event: Event) -> None:
-        """Add an event; in the event loop's thread."""
-        self._events.append(event)
-        self._arrived.set()
-
-    @property
-    def empty(self) -> bool:
-        """Whether `take` would wait."""
-        return not self._events
-
-    async def take(self) -> list[Event]:
-        """The next event, once it is there; a frame brings the frames right behind it, up to a message's worth."""
-        while not self._events:
-            self._arrived.clear()
-            await self._arrived.wait()
-        events = [self._events.popleft()]
-        while (
-            isinstance(events[0], Frame)
-            and self._events
-            and isinstance(self._events[0], Frame)
-            and len(events) < MAX_FRAMES_PER_MESSAGE
-        ):
-            events.append(self._events.popleft())
-        return events
-
-
-def deliver(mail: Sequence[tuple[Mailbox, Event]]) -> None:
-    """Put each event into its mailbox; in the event loop's thread."""
-    for mailbox, event in mail:
-        mailbox.put(event)
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +53,7 @@ class Session:
         loop: SynthesisLoop[Mailbox],
         executor: Executor,
         read: Callable[[tuple[Clip, ...]], Awaitable[Sequence[Reference]]],
+        clock: Callable[[], float],
     ):
         self.started_s: float | None = None  # when it got a slot
         self.finished: Finished | None = None  # once `sound()` is at its end
@@ -101,6 +62,7 @@ class Session:
         self._loop = loop
         self._executor = executor
         self._read = read
+        self._clock = clock
         self._mailbox = Mailbox()
         self._utterance: Utterance | None = None  # of a request that is not submitted yet
         self._reader: asyncio.Task[None] | None = None
@@ -162,15 +124,20 @@ class Session:
 
     async def sound(self) -> AsyncIterator[Sound]:
         """All sound in order, as it is made. Raises what ended the request, if it did not end well."""
+        engine = self._speech.engine
+        playback = Playback(engine.samples_per_frame / engine.sample_rate_hz)
+        max_frames = min(MAX_FRAMES, self._loop.max_unread_frames)
         while True:
-            waited = self._mailbox.empty
-            events = await self._mailbox.take()
+            num_frames, patience_s = playback.next_message(self._clock(), max_frames)
+            waited = not self._mailbox.has(num_frames)
+            events = await self._mailbox.take(num_frames, patience_s)
             match events[0]:
                 case Started(at_s):
                     self.started_s = at_s
                 case Frame(index=first_frame):
                     self._loop.taken(self._request.request_id, len(events))
                     audio_T = np.concatenate([event.audio_s for event in events if isinstance(event, Frame)])
+                    playback.send(len(events), self._clock())
                     yield Sound(audio_T, first_frame, len(events), waited)
                 case Finished() as finished:
                     self.finished = finished

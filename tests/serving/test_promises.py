@@ -59,6 +59,13 @@ def device_bytes():
     return sum(array.nbytes for array in jax.live_arrays())
 
 
+async def until_device_holds(num_bytes):
+    """The last step may still be in flight when its slots are free; what was leaked never goes."""
+    async with asyncio.timeout(PATIENCE_S):
+        while device_bytes() != num_bytes:
+            await asyncio.sleep(0.05)
+
+
 async def test_a_seed_means_the_same_samples_on_every_path(serve_minnow, clip):
     text = "open the red door"
     async with serve_minnow() as running:
@@ -130,26 +137,25 @@ async def test_four_times_as_many_callers_as_slots_leave_the_server_well(serve_m
         await asyncio.gather(*(caller(number) for number in range(8)))
         await idle(running)
         assert await speak(running, TEXTS[1], seed=4, max_frames=10) == wanted
-        assert device_bytes() == before
+        await until_device_holds(before)
 
 
 async def test_many_requests_leave_device_memory_identical(serve_minnow, recwarn):
     """500 of random lengths and classes, a fifth of which go away: each lets go of all it had."""
     rng = random.Random(0)
     async with serve_minnow() as running:
-        await speak(running, TEXTS[0], max_frames=2)
         before = device_bytes()
 
         async def one():
             if rng.random() < 0.2:
                 await leave(running, rng.choice(TEXTS), rng.randrange(3))
             else:
-                await speak(running, rng.choice(TEXTS), max_frames=rng.randint(1, 5), priority=rng.choice([1, 2, 3]))
+                await speak(running, rng.choice(TEXTS), max_frames=rng.randint(1, 3), priority=rng.choice([1, 2, 3]))
 
         for _ in range(50):
             await asyncio.gather(*(one() for _ in range(10)))
         await idle(running)
-        assert device_bytes() == before
+        await until_device_holds(before)
     assert not [warning for warning in recwarn if "donat" in str(warning.message).lower()]
 
 

@@ -306,6 +306,7 @@ async def test_a_caller_that_goes_away_frees_its_slot_within_two_steps(serve, wh
             await until(lambda: running.server._loop.load() == (1, 0))
         call = running.tts.Synthesize(request("w " * 5), timeout=PATIENCE_S)
         assert (await call.read()).HasField("header")
+        await until(lambda: running.server._loop.load() == ((1, 1) if when == "while waiting" else (1, 0)))
         steps = {"before the first chunk": 0, "in the middle": 3, "at the end": 5, "while waiting": 0}[when]
         for step in range(steps):
             engine.gate.allow(1)
