@@ -155,7 +155,7 @@ async def test_a_call_that_sends_nothing_is_ended(serve):
 
 
 @pytest.mark.parametrize("when", ["before any text", "while speaking", "while waiting for text"])
-async def test_a_caller_that_goes_away_frees_its_slot(serve, when):
+async def test_a_caller_that_goes_away_frees_its_slot(serve, caplog, when):
     async with serve(FakeEngine(num_slots=1)) as running:
         call = running.tts.SynthesizeLive(timeout=PATIENCE_S)
         await call.write(start())
@@ -173,6 +173,7 @@ async def test_a_caller_that_goes_away_frees_its_slot(serve, when):
         await idle(running)
         running.engine.gate.open()
         assert (await speak(running, start(3), text("Hello")))[1].num_frames == 1
+    assert [record for record in caplog.records if record.levelname in ("ERROR", "CRITICAL")] == []
 
 
 async def test_max_frames_and_wav(serve):
