@@ -18,12 +18,14 @@ class Config:
     tile_n: weight rows of a block (64 or 128): the row side of wgmma.
     splits: blocks of one cluster that share the K of one tile (at most 8) and add up their parts.
     stages: depth of the ring of 128-wide K steps in shared memory.
+    warpgroups: 1, or 2 that share a block's weights and take half of its tokens each.
     early: start loading weights before the kernel that makes x has ended (programmatic dependent launch).
     """
 
     tile_n: int = 64
     splits: int = 1
     stages: int = 4
+    warpgroups: int = 1
     early: bool = False
 
 
@@ -43,7 +45,7 @@ def shared_bytes(config: Config, M: int, K: int) -> int:
     share = M // owners_of(config.splits, M)
     pushed = config.splits * config.tile_n * share * 4 if config.splits > 1 else 0
     scales = scale_rows_of(K // BLOCK, config.splits) * M * 4 + (K // BLOCK + 31) // 32 * 128
-    return ring + pushed + scales + config.tile_n * share * 4
+    return ring + pushed + scales + config.tile_n * (share if config.splits > 1 else M) * 4
 
 
 def can_run(config: Config, M: int, N: int, K: int) -> str | None:
@@ -56,6 +58,10 @@ def can_run(config: Config, M: int, N: int, K: int) -> str | None:
         return f"K = {K} is not a multiple of {BLOCK}"
     if not 1 <= config.splits <= min(8, K // BLOCK):
         return f"splits = {config.splits} is not in 1 ... {min(8, K // BLOCK)}: a cluster has 8 blocks, K = {K}"
+    if config.warpgroups not in (1, 2) or M % (8 * config.warpgroups):
+        return f"warpgroups = {config.warpgroups} is not 1, or 2 with M = {M} a multiple of 16"
+    if config.splits > 1 and owners_of(config.splits, M) % config.warpgroups:
+        return f"splits = {config.splits} leaves {owners_of(config.splits, M)} owners to {config.warpgroups} warpgroups"
     if config.stages < 1:
         return f"stages = {config.stages} must be at least 1"
     if (used := shared_bytes(config, M, K)) > SHARED_BYTES - 4096:
@@ -73,11 +79,12 @@ def default_config(M: int, N: int, K: int) -> Config:
 def configs_to_try(M: int, N: int, K: int) -> list[Config]:
     """What the tuner times: splits that make half a wave to eight waves of blocks, shallow rings and deeper ones."""
     found = [
-        Config(tile_n, splits, stages, early)
+        Config(tile_n, splits, stages, warpgroups, early)
         for tile_n in (64, 128)
         for splits in (1, 2, 3, 4, 6, 8)
         if NUM_SMS // 2 <= -(-N // tile_n) * splits <= 8 * NUM_SMS
         for stages in (2, 3, 4)
+        for warpgroups in ((1, 2) if M > 16 else (1,))
         for early in (False, True)
     ]
     return [c for c in found if c.stages <= K // BLOCK // c.splits and can_run(c, M, N, K) is None]

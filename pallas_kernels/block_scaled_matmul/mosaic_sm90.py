@@ -6,8 +6,8 @@
 
 The weight is wgmma's 64-row side and the tokens its N = 8 ... 128, so M = 8 costs what it reads. The tensor core's
 short accumulator never holds more than 128 products: each step starts from zero and is added to float32 registers
-with both scales. One block is one warpgroup; two to four blocks share an SM and hide each other's waits: a shallow ring
-that lets one more block in beats a deep one.
+with both scales. One block is one warpgroup, or two that share the weight tile and take half of the tokens each. Two to
+four blocks share an SM and hide each other's waits: a shallow ring that lets one more block in beats a deep one.
 """
 
 from __future__ import annotations
@@ -39,11 +39,12 @@ def block_scaled_matmul(
     x_MK: jax.Array | BlockScaled, w_NK: BlockScaled, out_dtype: jnp.dtype, config: Config | None = None, interpret=None
 ) -> jax.Array:
     """(M, K) x (N, K) -> (M, N). A weight that is not prepared is padded here, at the price of copying it."""
-    M = x_MK.shape[0]
+    M, K = x_MK.shape
+    config = config or _pick(_tile_m(M), -(-w_NK.shape[0] // 64) * 64, K)
     if isinstance(x_MK, BlockScaled):
         values, scale_KbM = transposed_scales(x_MK)
     else:
-        values, scale_KbM = quantize_rows(x_MK, interpret)
+        values, scale_KbM = quantize_rows(x_MK, interpret, early=config.early)
     return multiply_rows(values, scale_KbM, w_NK, M, out_dtype, config, interpret)
 
 
@@ -97,39 +98,51 @@ def _call(x_MK, x_scale_KbM, weight: BlockScaled, wanted: int, out_dtype, tile_m
     w_NK, w_scale_NbKb = weight.values_NK, weight.scale_NbKb
     (M, K), N = x_MK.shape, w_NK.shape[0]
     few = wanted < 8  # then exactly these rows are stored, so that no other kernel need cut them out
-    num_steps, splits, tile_n = K // BLOCK, config.splits, config.tile_n
+    num_steps, splits, tile_n, warpgroups = K // BLOCK, config.splits, config.tile_n, config.warpgroups
+    tokens = tile_m // warpgroups
     owners = owners_of(splits, tile_m)
-    share = tile_m // owners
+    share = tile_m // owners if splits > 1 else tokens
     stages = min(config.stages, num_steps // splits)
     scale_rows = scale_rows_of(num_steps, splits)
 
     def body(x_gmem, x_scale_gmem, w_gmem, w_scale_gmem, y_gmem, *scratch):
-        x_smem, w_smem, x_scale_smem, w_scale_smem, y_smem, loaded, scales_loaded, *cluster_scratch = scratch
+        (x_smem, w_smem, x_scale_smem, w_scale_smem, y_smem), (loaded, read, scales_loaded), rest = (
+            scratch[:5],
+            scratch[5:8],
+            scratch[8:],
+        )
         tile = lax.axis_index("tile")
         split = lax.axis_index("split") if splits > 1 else jnp.int32(0)
+        half = lax.axis_index("half") if warpgroups > 1 else jnp.int32(0)
         # Tiles of the same weight rows are neighbours in time: the second one reads them from L2.
         m, n = lax.rem(tile, M // tile_m), lax.div(tile, M // tile_m)
+        columns = pl.ds(n * tile_n, tile_n)
         first = split * (num_steps // splits) + jnp.minimum(split, num_steps % splits)
         steps = num_steps // splits + jnp.where(split < num_steps % splits, 1, 0)
         scales_from = jnp.minimum(first, x_scale_KbM.shape[0] - scale_rows)
 
         def fetch_w(i, slot):
             k = pl.ds((first + i) * BLOCK, BLOCK)
-            plgpu.copy_gmem_to_smem(w_gmem.at[pl.ds(n * tile_n, tile_n), k], w_smem.at[slot], loaded.at[slot])
+            plgpu.copy_gmem_to_smem(w_gmem.at[columns, k], w_smem.at[slot], loaded.at[slot])
 
         def fetch_x(i, slot):
             k = pl.ds((first + i) * BLOCK, BLOCK)
-            plgpu.copy_gmem_to_smem(x_gmem.at[pl.ds(m * tile_m, tile_m), k], x_smem.at[slot], loaded.at[slot])
+            for part in range(warpgroups):
+                rows = pl.ds(m * tile_m + part * tokens, tokens)
+                plgpu.copy_gmem_to_smem(x_gmem.at[rows, k], x_smem.at[slot, part], loaded.at[slot])
 
-        for slot in range(stages):
-            fetch_w(slot, slot)
-        plgpu.copy_gmem_to_smem(w_scale_gmem.at[lax.div(n * tile_n, BLOCK)], w_scale_smem, scales_loaded)
-        if config.early:
-            plgpu.griddepcontrol_wait()
-        for slot in range(stages):
-            fetch_x(slot, slot)
-        at = (pl.ds(scales_from, scale_rows), pl.ds(m * tile_m, tile_m))
-        plgpu.copy_gmem_to_smem(x_scale_gmem.at[at], x_scale_smem, scales_loaded)
+        @pl.when(half == 0)
+        def _begin():
+            for slot in range(stages):
+                fetch_w(slot, slot)
+            plgpu.copy_gmem_to_smem(w_scale_gmem.at[lax.div(n * tile_n, BLOCK)], w_scale_smem, scales_loaded)
+            if config.early:
+                plgpu.griddepcontrol_wait()
+            for slot in range(stages):
+                fetch_x(slot, slot)
+            at = (pl.ds(scales_from, scale_rows), pl.ds(m * tile_m, tile_m))
+            plgpu.copy_gmem_to_smem(x_scale_gmem.at[at], x_scale_smem, scales_loaded)
+
         plgpu.barrier_wait(scales_loaded)
 
         def step(i, total):
@@ -137,63 +150,72 @@ def _call(x_MK, x_scale_KbM, weight: BlockScaled, wanted: int, out_dtype, tile_m
             plgpu.barrier_wait(loaded.at[slot])
 
             def multiply(acc):
-                plgpu.wgmma(acc, w_smem.at[slot], x_smem.at[slot].T)
-                return acc[...]  # waits: the slot may be filled again
+                plgpu.wgmma(acc, w_smem.at[slot], x_smem.at[slot, half].T)
+                return acc[...]  # waits: this warpgroup has read the slot
 
-            partial = pl.run_scoped(multiply, plgpu.WGMMAAccumulatorRef((tile_n, tile_m), jnp.float32))
+            partial = pl.run_scoped(multiply, plgpu.WGMMAAccumulatorRef((tile_n, tokens), jnp.float32))
 
             @pl.when(i + stages < steps)
-            def _():
-                fetch_w(i + stages, slot)
-                fetch_x(i + stages, slot)
+            def _refill():
+                if warpgroups > 1:
+                    plgpu.barrier_arrive(read.at[slot])
 
-            x_scale = load(x_scale_smem.at[first - scales_from + i], plgpu.Layout.WGMMA.reduce(0))
-            scale = lax.broadcast_in_dim(x_scale, (tile_n, tile_m), (1,)) * w_scale_smem[first + i]
-            return total + partial * scale
+                @pl.when(half == 0)
+                def _fetch():
+                    if warpgroups > 1:
+                        plgpu.barrier_wait(read.at[slot])
+                    fetch_w(i + stages, slot)
+                    fetch_x(i + stages, slot)
 
-        zeros = plgpu.layout_cast(jnp.zeros((tile_n, tile_m), jnp.float32), plgpu.Layout.WGMMA)
+            row = x_scale_smem.at[first - scales_from + i, pl.ds(half * tokens, tokens)]
+            scale = lax.broadcast_in_dim(load(row, plgpu.Layout.WGMMA.reduce(0)), (tile_n, tokens), (1,))
+            return total + partial * (scale * w_scale_smem[first + i])
+
+        zeros = plgpu.layout_cast(jnp.zeros((tile_n, tokens), jnp.float32), plgpu.Layout.WGMMA)
         total = lax.fori_loop(0, steps, step, zeros)
         if config.early:
             plgpu.griddepcontrol_launch_dependents()
 
-        def store(total):
-            y_smem.T[...] = plgpu.layout_cast(total.astype(out_dtype), plgpu.Layout.WGMMA_TRANSPOSED)
+        def store(total, part, row):
+            y_smem.at[part].T[...] = plgpu.layout_cast(total.astype(out_dtype), plgpu.Layout.WGMMA_TRANSPOSED)
             plgpu.commit_smem()
-            columns = pl.ds(n * tile_n, tile_n)
             if few:
-                plgpu.copy_smem_to_gmem(y_smem.at[pl.ds(0, wanted)], y_gmem.at[:, columns])
+                plgpu.copy_smem_to_gmem(y_smem.at[part, pl.ds(0, wanted)], y_gmem.at[:, columns])
             else:
-                plgpu.copy_smem_to_gmem(y_smem, y_gmem.at[pl.ds(m * tile_m + split * share, share), columns])
+                plgpu.copy_smem_to_gmem(y_smem.at[part], y_gmem.at[pl.ds(m * tile_m + row, share), columns])
             plgpu.wait_smem_to_gmem(0)
 
         if splits == 1:
-            store(total)
+            store(total, half, half * tokens)
             return
-        pushed_smem, pushed = cluster_scratch
-        for owner in range(owners):
+        pushed_smem, pushed = rest
+        of_half = owners // warpgroups  # owners of this warpgroup's tokens
+        for owner in range(of_half):
             plgpu.async_store_smem(
                 total[:, owner * share : (owner + 1) * share],
                 pushed_smem.at[split],
                 pushed,
-                cluster_idx=jnp.int32(owner),
+                cluster_idx=half * of_half + owner,
                 cluster_dim="split",
             )
 
-        @pl.when(split < owners)
+        @pl.when((half == 0) & (split < owners))
         def _combine():
             plgpu.barrier_wait(pushed)
             everything = load(pushed_smem.at[0], plgpu.Layout.WGMMA)
             for other in range(1, splits):  # in this order, whatever arrived first: the same bits every time
                 everything += load(pushed_smem.at[other], plgpu.Layout.WGMMA)
-            store(everything)
+            store(everything, 0, split * share)
 
+    stored = (warpgroups if splits == 1 else 1, share, tile_n)
     scratch = [
-        plgpu.SMEM((stages, tile_m, BLOCK), x_MK.dtype, transforms=tiled(BLOCK, x_MK.dtype)),
+        plgpu.SMEM((stages, warpgroups, tokens, BLOCK), x_MK.dtype, transforms=tiled(BLOCK, x_MK.dtype)),
         plgpu.SMEM((stages, tile_n, BLOCK), w_NK.dtype, transforms=tiled(BLOCK, x_MK.dtype)),
         plgpu.SMEM((scale_rows, tile_m), jnp.float32),
         plgpu.SMEM((w_scale_NbKb.shape[1],), jnp.float32),
-        plgpu.SMEM((share, tile_n), out_dtype, transforms=() if few else tiled(tile_n, out_dtype)),
-        plgpu.Barrier(num_arrivals=2, num_barriers=stages),
+        plgpu.SMEM(stored, out_dtype, transforms=() if few else tiled(tile_n, out_dtype)),
+        plgpu.Barrier(num_arrivals=1 + warpgroups, num_barriers=stages),
+        plgpu.Barrier(num_arrivals=warpgroups, num_barriers=stages),
         plgpu.Barrier(num_arrivals=2),
     ]
     mesh: dict = {"grid": ((M // tile_m) * (N // tile_n),), "grid_names": ("tile",)}
@@ -203,6 +225,8 @@ def _call(x_MK, x_scale_KbM, weight: BlockScaled, wanted: int, out_dtype, tile_m
             plgpu.SMEM((splits, tile_n, share), jnp.float32, transforms=tiled(share, jnp.float32)),
             plgpu.Barrier(num_arrivals=splits),
         ]
+    if warpgroups > 1:
+        mesh |= {"num_threads": warpgroups, "thread_name": "half"}
     return plgpu.kernel(
         body,
         out_type=jax.ShapeDtypeStruct((wanted if few else M, N), out_dtype),

@@ -36,11 +36,11 @@ def scale_shape(M: int, K: int) -> tuple[int, int]:
     return -(-(K // BLOCK) // 4) * 4, LINE if M <= LINE else -(-M // ROWS) * ROWS
 
 
-def quantize_rows(x_MK: jax.Array, interpret=None) -> tuple[jax.Array, jax.Array]:
+def quantize_rows(x_MK: jax.Array, interpret=None, *, early: bool = False) -> tuple[jax.Array, jax.Array]:
     """(M, K) floating point -> values (M rounded up to 8, K) e4m3, scale_KbM float32 of `scale_shape`.
 
     New rows are zeros with scale 1; rows of scales past K / 128 are not written. Above 64 rows M goes to a multiple
-    of 64.
+    of 64. `early` lets a kernel that waits for this one start meanwhile (programmatic dependent launch).
     """
     M, K = x_MK.shape
     if M > ROWS and M % ROWS:
@@ -53,6 +53,9 @@ def quantize_rows(x_MK: jax.Array, interpret=None) -> tuple[jax.Array, jax.Array
 
     def body(x_gmem, values_gmem, scale_gmem, x_smem, values_smem, scale_smem, loaded):
         kb, m = lax.axis_index("block"), lax.axis_index("tile")
+        if early:
+            plgpu.griddepcontrol_wait()
+            plgpu.griddepcontrol_launch_dependents()
         columns = pl.ds(kb * BLOCK, BLOCK)
         plgpu.copy_gmem_to_smem(x_gmem.at[pl.ds(m * ROWS, tile), columns], x_smem.at[pl.ds(0, tile)], loaded)
         plgpu.barrier_wait(loaded)

@@ -18,10 +18,14 @@ class Config:
 
     blocks_per_group: blocks of one cluster that share a group of 128 columns of F, the width of a scale.
     stages: depth of the ring of 128-wide steps of D in shared memory.
+    warpgroups: 1, or 2 that share a block's weights and take half of a 64-row tile each.
+    early: start loading weights before the kernel that quantises x has ended (programmatic dependent launch).
     """
 
     blocks_per_group: Literal[1, 2] = 2
     stages: int = 4
+    warpgroups: Literal[1, 2] = 1
+    early: bool = False
 
 
 def shared_bytes(config: Config, M: int, D: int) -> int:
@@ -41,6 +45,8 @@ def can_run(config: Config, M: int, D: int, F: int) -> str | None:
         return f"D = {D} and F = {F} must be multiples of {BLOCK}"
     if config.blocks_per_group not in (1, 2):
         return f"blocks_per_group = {config.blocks_per_group} is neither 1 nor 2"
+    if config.warpgroups not in (1, 2) or (config.warpgroups == 2 and M != MAX_TILE_M):
+        return f"warpgroups = {config.warpgroups} is not 1, or 2 with M = {MAX_TILE_M} (here {M})"
     if config.stages < 1:
         return f"stages = {config.stages} must be at least 1"
     if (used := shared_bytes(config, M, D)) > SHARED_BYTES - 4096:
@@ -55,5 +61,7 @@ def default_config(M: int) -> Config:
 
 def configs_to_try(M: int, D: int, F: int) -> list[Config]:
     """What the tuner times."""
-    found = [Config(blocks, stages) for blocks in (2, 1) for stages in (2, 3, 4, 6)]
+    found = [
+        Config(b, stages, w, early) for w in (1, 2) for b in (2, 1) for stages in (2, 3, 4) for early in (False, True)
+    ]
     return [c for c in found if c.stages <= D // BLOCK and can_run(c, M, D, F) is None]

@@ -58,7 +58,7 @@ def gate_up(
     config = config or _pick(tile_m, D, F)
     if reason := can_run(config, tile_m, D, F):
         raise NotImplementedError(f"swiglu_mlp: {reason}")
-    values, scale_KbM = quantize_rows(x_MD, interpret)
+    values, scale_KbM = quantize_rows(x_MD, interpret, early=config.early)
     return _gate_up(values, scale_KbM, prepare_weights(w_gate_up, "swiglu_mlp"), tile_m, config, interpret)
 
 
@@ -77,82 +77,111 @@ def _gate_up(x_MD, x_scale_KbM, w_gate_up: BlockScaled, tile_m: int, config: Con
     M, D = x_MD.shape
     w_NK, w_scale_NbKb = w_gate_up.values_NK, w_gate_up.scale_NbKb
     F = w_NK.shape[0] // 2
-    steps, blocks = D // BLOCK, config.blocks_per_group
+    steps, blocks, warpgroups = D // BLOCK, config.blocks_per_group, config.warpgroups
     columns = BLOCK // blocks  # of F, in one block
+    tokens = tile_m // warpgroups
     stages = min(config.stages, steps)
-    tile = (columns, tile_m)
+    tile = (columns, tokens)
     f32, fp8 = jnp.float32, x_MD.dtype
     scales = scale_shape(M, F)
-    line = min(scales[1], MAX_TILE_M)
+    line = min(scales[1], MAX_TILE_M) // warpgroups
 
     def body(x_gmem, x_scale_gmem, w_gmem, w_scale_gmem, a_gmem, a_scale_gmem, *scratch):
         (x_smem, w_smem, x_scale_smem, w_scale_smem, y_smem, a_smem, row_smem), rest = scratch[:7], scratch[7:]
-        loaded, scales_loaded, x_scales_loaded, *cluster_scratch = rest
+        loaded, read, scales_loaded, *cluster_scratch = rest
         group = lax.axis_index("group")
         part = lax.axis_index("part") if blocks > 1 else jnp.int32(0)
+        half = lax.axis_index("half") if warpgroups > 1 else jnp.int32(0)
         # Row tiles of the same weights are neighbours in time: the second one reads them from L2.
         m, t = lax.rem(group, M // tile_m), lax.div(group, M // tile_m)
-        rows = pl.ds(m * tile_m, tile_m)
 
-        def fetch(i, slot):
-            k = pl.ds(i * BLOCK, BLOCK)
-            for half in range(2):
-                at = (pl.ds(half * F + t * BLOCK + part * columns, columns), k)
-                plgpu.copy_gmem_to_smem(w_gmem.at[at], w_smem.at[slot, half], loaded.at[slot])
-            plgpu.copy_gmem_to_smem(x_gmem.at[rows, k], x_smem.at[slot], loaded.at[slot])
+        def fetch_w(i, slot):
+            for side in range(2):
+                rows = pl.ds(side * F + t * BLOCK + part * columns, columns)
+                at = (rows, pl.ds(i * BLOCK, BLOCK))
+                plgpu.copy_gmem_to_smem(w_gmem.at[at], w_smem.at[slot, side], loaded.at[slot])
 
-        for slot in range(stages):
-            fetch(slot, slot)
-        for half in range(2):
-            plgpu.copy_gmem_to_smem(w_scale_gmem.at[half * (F // BLOCK) + t], w_scale_smem.at[half], scales_loaded)
-        plgpu.copy_gmem_to_smem(x_scale_gmem.at[:, rows], x_scale_smem, x_scales_loaded)
+        def fetch_x(i, slot):
+            for share in range(warpgroups):
+                at = (pl.ds(m * tile_m + share * tokens, tokens), pl.ds(i * BLOCK, BLOCK))
+                plgpu.copy_gmem_to_smem(x_gmem.at[at], x_smem.at[slot, share], loaded.at[slot])
+
+        @pl.when(half == 0)
+        def _begin():
+            for slot in range(stages):
+                fetch_w(slot, slot)
+            for side in range(2):
+                at = side * (F // BLOCK) + t
+                plgpu.copy_gmem_to_smem(w_scale_gmem.at[at], w_scale_smem.at[side], scales_loaded)
+            if config.early:
+                plgpu.griddepcontrol_wait()
+            for slot in range(stages):
+                fetch_x(slot, slot)
+            x_scales = x_scale_gmem.at[:, pl.ds(m * tile_m, tile_m)]
+            plgpu.copy_gmem_to_smem(x_scales, x_scale_smem, scales_loaded)
+
         plgpu.barrier_wait(scales_loaded)
-        plgpu.barrier_wait(x_scales_loaded)
 
         def step(i, totals):
             slot = lax.rem(i, stages)
             plgpu.barrier_wait(loaded.at[slot])
 
             def multiply(gate_acc, up_acc):
-                plgpu.wgmma(gate_acc, w_smem.at[slot, 0], x_smem.at[slot].T)
-                plgpu.wgmma(up_acc, w_smem.at[slot, 1], x_smem.at[slot].T)
-                return gate_acc[...], up_acc[...]  # waits: the slot may be filled again
+                plgpu.wgmma(gate_acc, w_smem.at[slot, 0], x_smem.at[slot, half].T)
+                plgpu.wgmma(up_acc, w_smem.at[slot, 1], x_smem.at[slot, half].T)
+                return gate_acc[...], up_acc[...]  # waits: this warpgroup has read the slot
 
-            parts = pl.run_scoped(multiply, plgpu.WGMMAAccumulatorRef(tile, f32), plgpu.WGMMAAccumulatorRef(tile, f32))
+            partials = pl.run_scoped(
+                multiply, plgpu.WGMMAAccumulatorRef(tile, f32), plgpu.WGMMAAccumulatorRef(tile, f32)
+            )
 
             @pl.when(i + stages < steps)
-            def _():
-                fetch(i + stages, slot)
+            def _refill():
+                if warpgroups > 1:
+                    plgpu.barrier_arrive(read.at[slot])
 
-            x_scale = lax.broadcast_in_dim(load(x_scale_smem.at[i], _COLUMN), tile, (1,))
+                @pl.when(half == 0)
+                def _fetch():
+                    if warpgroups > 1:
+                        plgpu.barrier_wait(read.at[slot])
+                    fetch_w(i + stages, slot)
+                    fetch_x(i + stages, slot)
+
+            x_scale = load(x_scale_smem.at[i, pl.ds(half * tokens, tokens)], _COLUMN)
+            x_scale = lax.broadcast_in_dim(x_scale, tile, (1,))
             return tuple(
-                total + partial * (x_scale * w_scale_smem[half, i])
-                for half, (total, partial) in enumerate(zip(totals, parts, strict=True))
+                total + partial * (x_scale * w_scale_smem[side, i])
+                for side, (total, partial) in enumerate(zip(totals, partials, strict=True))
             )
 
         zeros = plgpu.layout_cast(jnp.zeros(tile, f32), _ACC)
         gate, up = lax.fori_loop(0, steps, step, (zeros, zeros))
+        if config.early:
+            plgpu.griddepcontrol_launch_dependents()
         a = gate / (1.0 + jnp.exp(-gate)) * up
 
         def finish(parts):
             """Quantise the group's 128 columns, `columns` from each block, and write them."""
-            finite = [jnp.abs(part) <= _LARGEST for part in parts]
-            tops = [jnp.max(jnp.where(ok, jnp.abs(part), 0.0), axis=0) for ok, part in zip(finite, parts, strict=True)]
+            finite = [jnp.abs(value) <= _LARGEST for value in parts]
+            tops = [
+                jnp.max(jnp.where(ok, jnp.abs(value), 0.0), axis=0) for ok, value in zip(finite, parts, strict=True)
+            ]
             amax = tops[0] if blocks == 1 else jnp.maximum(*tops)
             scale = jnp.where(amax == 0.0, 1.0, jnp.maximum(amax * INVERSE_MAX, SMALLEST_SCALE))
-            row_smem[pl.ds(0, tile_m)] = scale
-            for at, (ok, part) in enumerate(zip(finite, parts, strict=True)):
-                quotient = jnp.clip(part / lax.broadcast_in_dim(scale, tile, (1,)), -E4M3_MAX, E4M3_MAX)
+            row_smem[half, pl.ds(0, tokens)] = scale
+            for at, (ok, value) in enumerate(zip(finite, parts, strict=True)):
+                quotient = jnp.clip(value / lax.broadcast_in_dim(scale, tile, (1,)), -E4M3_MAX, E4M3_MAX)
                 quotient = jnp.where(ok, quotient, jnp.nan)
                 # FP8 cannot be stored transposed: float32 goes to shared memory and comes back as rows.
-                y_smem.at[at].T[...] = plgpu.layout_cast(quotient, plgpu.Layout.WGMMA_TRANSPOSED)
-                back = load(y_smem.at[at], plgpu.Layout.WG_STRIDED((tile_m, columns), vec_size=4), optimized=False)
-                a_smem[at] = back.astype(fp8)
+                y_smem.at[half, at].T[...] = plgpu.layout_cast(quotient, plgpu.Layout.WGMMA_TRANSPOSED)
+                rows = plgpu.Layout.WG_STRIDED((tokens, columns), vec_size=4)
+                a_smem[half, at] = load(y_smem.at[half, at], rows, optimized=False).astype(fp8)
             plgpu.commit_smem()
+            first = m * tile_m + half * tokens
             for at in range(blocks):
-                where = pl.ds(t * BLOCK + at * columns, columns)
-                plgpu.copy_smem_to_gmem(a_smem.at[at], a_gmem.at[rows, where])
-            plgpu.copy_smem_to_gmem(row_smem, a_scale_gmem.at[t, pl.ds(m * tile_m, line)])
+                where = (pl.ds(first, tokens), pl.ds(t * BLOCK + at * columns, columns))
+                plgpu.copy_smem_to_gmem(a_smem.at[half, at], a_gmem.at[where])
+            plgpu.copy_smem_to_gmem(row_smem.at[half], a_scale_gmem.at[t, pl.ds(first, line)])
             plgpu.wait_smem_to_gmem(0)
 
         if blocks == 1:
@@ -162,29 +191,34 @@ def _gate_up(x_MD, x_scale_KbM, w_gate_up: BlockScaled, tile_m: int, config: Con
 
         @pl.when(part == 1)
         def _push():
-            plgpu.async_store_smem(a, pushed_smem, pushed, cluster_idx=jnp.int32(0), cluster_dim="part")
+            plgpu.async_store_smem(a, pushed_smem.at[half], pushed, cluster_idx=jnp.int32(0), cluster_dim="part")
 
         @pl.when(part == 0)
         def _both():
             plgpu.barrier_wait(pushed)
-            finish([a, load(pushed_smem, _ACC)])
+            finish([a, load(pushed_smem.at[half], _ACC)])
 
     scratch = [
-        plgpu.SMEM((stages, tile_m, BLOCK), fp8, transforms=tiled(BLOCK, fp8)),
+        plgpu.SMEM((stages, warpgroups, tokens, BLOCK), fp8, transforms=tiled(BLOCK, fp8)),
         plgpu.SMEM((stages, 2, columns, BLOCK), fp8, transforms=tiled(BLOCK, fp8)),
         plgpu.SMEM((x_scale_KbM.shape[0], tile_m), f32),
         plgpu.SMEM((2, w_scale_NbKb.shape[1]), f32),
-        plgpu.SMEM((blocks, tile_m, columns), f32),  # neither tiled nor swizzled: written transposed, read as rows
-        plgpu.SMEM((blocks, tile_m, columns), fp8),
-        plgpu.SMEM((line,), f32),
-        plgpu.Barrier(num_arrivals=3, num_barriers=stages),
-        plgpu.Barrier(num_arrivals=2),
-        plgpu.Barrier(),
+        plgpu.SMEM((warpgroups, blocks, tokens, columns), f32),  # neither tiled nor swizzled: stored transposed
+        plgpu.SMEM((warpgroups, blocks, tokens, columns), fp8),
+        plgpu.SMEM((warpgroups, line), f32),
+        plgpu.Barrier(num_arrivals=2 + warpgroups, num_barriers=stages),
+        plgpu.Barrier(num_arrivals=warpgroups, num_barriers=stages),
+        plgpu.Barrier(num_arrivals=3),
     ]
     mesh: dict = {"grid": ((M // tile_m) * (F // BLOCK),), "grid_names": ("group",)}
     if blocks > 1:
         mesh |= {"cluster": (blocks,), "cluster_names": ("part",)}
-        scratch += [plgpu.SMEM(tile, f32, transforms=tiled(tile_m, f32)), plgpu.Barrier()]
+        scratch += [
+            plgpu.SMEM((warpgroups, *tile), f32, transforms=tiled(tokens, f32)),
+            plgpu.Barrier(num_arrivals=warpgroups),
+        ]
+    if warpgroups > 1:
+        mesh |= {"num_threads": warpgroups, "thread_name": "half"}
     return plgpu.kernel(
         body,
         out_type=(jax.ShapeDtypeStruct((M, F), fp8), jax.ShapeDtypeStruct(scales, f32)),

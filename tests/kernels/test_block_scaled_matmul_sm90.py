@@ -15,6 +15,14 @@ from pallas_kernels.block_scaled_matmul.arg_specs import ROWS, SPECS
 from pallas_kernels.block_scaled_matmul.config import Config, can_run, default_config
 from pallas_kernels.types import BlockScaled
 
+CHANGES = (
+    {},
+    {"early": True},
+    {"warpgroups": 2},
+    {"splits": 8, "stages": 2},
+    {"splits": 8, "stages": 2, "warpgroups": 2},
+)
+
 
 def shapes(M, N, K):
     rows, f8, f32 = -(-N // 64) * 64, jnp.float8_e4m3fn, jnp.float32
@@ -33,9 +41,11 @@ def test_every_real_shape_has_a_config(spec):
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=lambda s: s.name)
-@pytest.mark.parametrize("change", [{}, {"splits": 8, "stages": 2}, {"early": True}], ids=str)
+@pytest.mark.parametrize("change", CHANGES, ids=str)
 def test_lowers_for_cuda(spec, change):
     for M in (1, 24, 64, 128):
+        if M < 64 and "warpgroups" in change:
+            continue
         config = dataclasses.replace(default_config(-(-M // 8) * 8, -(-spec.N // 64) * 64, spec.K), **change)
         call = functools.partial(mosaic_sm90.block_scaled_matmul, out_dtype=jnp.bfloat16, config=config)
         text = jax.jit(call).trace(*shapes(M, spec.N, spec.K)).lower(lowering_platforms=("cuda",)).as_text()
@@ -49,6 +59,8 @@ def test_lowers_for_cuda(spec, change):
         (8, 128, 512, Config(64, 1, 2)),
         (3, 100, 640, Config(64, 1, 2)),
         (16, 128, 256, Config(128, 1, 4)),
+        (32, 64, 640, Config(64, 1, 2, 2)),
+        (48, 128, 384, Config(64, 1, 3, 2)),
     ],
     ids=str,
 )
@@ -69,6 +81,8 @@ def test_can_run_says_what_is_wrong():
     assert "multiple of 8" in can_run(Config(), 12, 128, 128)
     assert "tile_n" in can_run(Config(tile_n=128), 8, 64, 128)
     assert "multiple of 128" in can_run(Config(), 8, 64, 100)
+    assert "multiple of 16" in can_run(Config(warpgroups=2), 8, 64, 256)
+    assert "owners" in can_run(Config(splits=3, warpgroups=2), 48, 64, 1024)
     assert "splits" in can_run(Config(splits=4), 8, 64, 256)
     assert "cluster" in can_run(Config(splits=16), 8, 64, 4096)
     assert "shared memory" in can_run(Config(tile_n=128, stages=12), 128, 128, 4096)

@@ -61,7 +61,7 @@ def test_splits_of_k_meet_in_one_order(splits, early):
     raw, ready = weight(rng, 256, 1280)
     for M in (1, 16, 24, 64, 128):
         x = jnp.asarray(activations(rng, M, 1280))
-        config = MatmulConfig(64, splits, 2, early)
+        config = MatmulConfig(64, splits, 2, early=early)
         first, again = (np.asarray(pk.block_scaled_matmul(x, ready, backend="mosaic", config=config)) for _ in range(2))
         np.testing.assert_array_equal(first, again)
         assert oracle.rel_err(first, product(np.asarray(x), raw)) <= BOUND

@@ -35,8 +35,8 @@ def test_lowers_for_cuda(M):
 
 
 @pytest.mark.skipif(gpu_interpreter() is None, reason="the GPU interpreter runs FP8 from jax 0.11 on")
-@pytest.mark.parametrize(("M", "D", "F"), [(5, 384, 128), (72, 128, 256)])
-def test_interpreter_equals_float64(M, D, F):
+@pytest.mark.parametrize(("M", "D", "F", "warpgroups"), [(5, 384, 128, 1), (72, 128, 256, 1), (70, 384, 128, 2)])
+def test_interpreter_equals_float64(M, D, F, warpgroups):
     rng = np.random.default_rng(M)
     x = jnp.asarray(rng.standard_normal((M, D)), jnp.bfloat16)
     gate_up, down = (
@@ -49,7 +49,7 @@ def test_interpreter_equals_float64(M, D, F):
         (np.asarray(down.values_NK), np.asarray(down.scale_NbKb)),
     )
     # One block a group: the interpreter has no stores into a peer's shared memory.
-    y = mosaic_sm90.swiglu_mlp(x, gate_up, down, Config(1, 2), interpret=gpu_interpreter())
+    y = mosaic_sm90.swiglu_mlp(x, gate_up, down, Config(1, 2, warpgroups), interpret=gpu_interpreter())
     assert rel_err(y, ref) <= TOLERANCES["swiglu_mlp", "bfloat16"].bound
 
 
@@ -57,4 +57,5 @@ def test_can_run_says_what_is_wrong():
     assert "M = 72" in can_run(Config(), 72, SPEC.D, SPEC.F)
     assert "multiples of 128" in can_run(Config(), 8, 100, 128)
     assert "blocks_per_group" in can_run(Config(blocks_per_group=4), 8, SPEC.D, SPEC.F)
+    assert "warpgroups" in can_run(Config(warpgroups=2), 32, SPEC.D, SPEC.F)
     assert "shared memory" in can_run(Config(stages=12), 64, SPEC.D, SPEC.F)
