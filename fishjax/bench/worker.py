@@ -7,6 +7,7 @@ libraries print there goes to stderr.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import os
@@ -17,6 +18,21 @@ from pathlib import Path
 from typing import IO, Any
 
 from .cases import Case
+
+_ALL_CORES = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set()
+RESERVED_CORES = 2
+"""Cores that compile nothing, so that who measures launches without waiting for who compiles."""
+
+
+def _settle(measuring: bool) -> None:
+    """All threads of this process onto the reserved cores, or onto the others; nothing where there are too few."""
+    cores = sorted(_ALL_CORES)
+    if len(cores) < 4 * RESERVED_CORES:
+        return
+    chosen = cores[-RESERVED_CORES:] if measuring else cores[:-RESERVED_CORES]
+    for thread in os.listdir("/proc/self/task"):
+        with contextlib.suppress(ProcessLookupError):  # a thread that has just ended
+            os.sched_setaffinity(int(thread), chosen)
 
 
 class GpuLock:
@@ -29,10 +45,12 @@ class GpuLock:
     def __enter__(self) -> None:
         self._tell("wait")
         fcntl.flock(self._file, fcntl.LOCK_EX)
+        _settle(measuring=True)
         self._tell("run")
 
     def __exit__(self, *_: object) -> None:
         fcntl.flock(self._file, fcntl.LOCK_UN)
+        _settle(measuring=False)
         self._tell("compile")
 
 
@@ -43,6 +61,7 @@ def serve(hello: dict[str, Any], measure: Callable[..., dict[str, Any]], lock_pa
         out.write(json.dumps(message) + "\n")
         out.flush()
 
+    _settle(measuring=False)
     lock = GpuLock(lock_path, lambda stage: say({"stage": stage}))
     say({"hello": hello})
     for line in sys.stdin:

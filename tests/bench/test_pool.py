@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from fishjax.bench import cases, kernels
+from fishjax.bench import cases, kernels, worker
 from fishjax.bench.pool import LIMITS_S, Pool, Task
 from fishjax.bench.worker import GpuLock
 
@@ -90,3 +90,14 @@ def test_a_real_worker_measures_and_journals(tmp_path):
     assert row["kernel_us"] is None and "CUPTI" in document["header"]["notes"][0]
     assert "9.0" in results[1][1]["reason"] and "failed" not in results[1][1]
     assert len((tmp_path / "out.jsonl").read_text().splitlines()) == 2
+
+
+def test_who_measures_shares_no_core_with_who_compiles(monkeypatch, tmp_path):
+    moved = []
+    monkeypatch.setattr(worker, "_ALL_CORES", set(range(16)))
+    monkeypatch.setattr(os, "sched_setaffinity", lambda thread, cores: moved.append((thread, tuple(cores))))
+    with worker.GpuLock(tmp_path / "lock", lambda stage: None):
+        threads = {int(thread) for thread in os.listdir("/proc/self/task")}
+        assert {thread for thread, _ in moved} >= threads and {cores for _, cores in moved} == {(14, 15)}
+        moved.clear()
+    assert {cores for _, cores in moved} == {tuple(range(14))}
