@@ -77,13 +77,12 @@ def default_config(M: int, N: int, K: int) -> Config:
 
 
 def configs_to_try(M: int, N: int, K: int) -> list[Config]:
-    """What the tuner times: splits that make half a wave to eight waves of blocks, shallow rings and deeper ones."""
+    """What the tuner times: splits that make half a wave to five waves of blocks, shallow rings (docs/kernels.md)."""
     found = [
-        Config(tile_n, splits, stages, warpgroups, early)
-        for tile_n in (64, 128)
+        Config(64, splits, stages, warpgroups, early)
         for splits in (1, 2, 3, 4, 6, 8)
-        if NUM_SMS // 2 <= -(-N // tile_n) * splits <= 8 * NUM_SMS
-        for stages in (2, 3, 4)
+        if NUM_SMS // 2 <= -(-N // 64) * splits <= 5 * NUM_SMS
+        for stages in ((2, 3) if M > 16 else (3, 4))
         for warpgroups in ((1, 2) if M > 16 else (1,))
         for early in (False, True)
     ]
