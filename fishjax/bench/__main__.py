@@ -140,6 +140,58 @@ def _print_table(document: dict) -> None:
 
 
 @app.command()
+def gate(
+    model: Annotated[Path | None, typer.Option(help="Model folder", show_default="minnow, which ships")] = None,
+    policy: Annotated[
+        list[str] | None,
+        typer.Option(help="Precision compared with the baseline; may be repeated", show_default="six of them"),
+    ] = None,
+    texts: Annotated[int, typer.Option(help="Held-out prompts to speak, 1 to 160")] = 24,
+    out: Annotated[Path | None, typer.Option(help="JSON file to write")] = None,
+    freeze: Annotated[
+        bool, typer.Option(help="Write fishjax/bench/baselines/<device>/gate.json; takes all texts and policies")
+    ] = False,
+    json_output: Annotated[bool, typer.Option("--json", help="One JSON document as the last line of stdout")] = False,
+) -> None:
+    """Is a precision as good as the baseline (fp32 on a CPU, bf16 on a GPU), and the voice as good as it was?"""
+    from fishjax.engine.compile_cache import default_folder, keep_compiled
+    from fishjax.speech import MINNOW
+    from fishjax.status_line import StatusLine
+
+    from .gate.measure import default_policies
+    from .gate.run import make_document, run, to_json
+    from .gate.tables import gate_table
+    from .gate.texts import NUM_HELD_OUT
+    from .gate.verdict import worse
+
+    if importlib.util.find_spec("pocketsphinx") is None:
+        raise InvalidRequest("the gate needs a recogniser: pip install 'fishjax[bench]'")
+    if freeze and (model or policy or texts != NUM_HELD_OUT):
+        raise InvalidRequest(f"--freeze takes minnow, all policies and --texts {NUM_HELD_OUT}")
+    folder = model or MINNOW
+    keep_compiled(default_folder())
+    with StatusLine() as status:
+        rows = run(folder, policy if policy is not None else default_policies(), texts, status)
+    document = make_document(folder, rows)
+    if out:
+        out.write_text(to_json(document))
+    _say(gate_table(document))
+    frozen = BASELINES / document["header"]["device"] / "gate.json"
+    if freeze:
+        frozen.parent.mkdir(parents=True, exist_ok=True)
+        frozen.write_text(to_json(document))
+        _say(f"frozen: {frozen}")
+    before = json.loads(frozen.read_text()) if folder.samefile(MINNOW) and frozen.exists() else {"rows": []}
+    found = worse(document, before)
+    for problem in found:
+        _say(problem)
+    if json_output:
+        print(json.dumps(document))
+    if found:
+        raise typer.Exit(1)
+
+
+@app.command()
 def report(
     docs: Annotated[Path | None, typer.Option(help="Page whose marked part is rewritten: docs/benchmarks.md")] = None,
     plots: Annotated[Path | None, typer.Option(help="Folder for PNGs; needs matplotlib (extra: bench)")] = None,

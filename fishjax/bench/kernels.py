@@ -16,9 +16,10 @@ from typing import Any
 
 from pallas_kernels._testing import TOLERANCES
 
-from .cases import PEERS, Case, floor_us
+from .cases import PEERS, STREAM_BYTES_PER_S, Case, floor_us
 from .header import make_header, see_gpu
 from .pool import Pool, Task
+from .timing import METHOD
 
 SHARED_PEERS = ("xla_bf16", "torch_compile_bf16")
 """They read bfloat16 either way: measured once for a group of cases."""
@@ -48,6 +49,14 @@ def _peer_key(case: Case, part: str) -> tuple[str, str]:
 def default_workers() -> int:
     """Processes that compile side by side."""
     return max(1, min(8, (os.cpu_count() or 2) // 2))
+
+
+def make_kernels_header(
+    device: str, versions: dict[str, str], gpu: dict[str, str] | None, notes: list[str]
+) -> dict[str, Any]:
+    """Where figures come from, and what floor_us means."""
+    floor = f"bytes that must move / {STREAM_BYTES_PER_S / 1e12} TB/s, the streaming rate measured on one H200"
+    return {**make_header("kernels", device, versions, gpu, notes, METHOD), "floor": floor}
 
 
 class Run:
@@ -80,7 +89,7 @@ class Run:
         versions = {k: v for pool in self._pools.values() for k, v in pool.versions.items()}
         reasons = {result["kernel_us_reason"] for _, result in self._results if "kernel_us_reason" in result}
         notes = [f"kernel_us is null: {reason}" for reason in sorted(reasons)]
-        return make_header("kernels", self.hello["device"], versions, self._gpu, notes)
+        return make_kernels_header(self.hello["device"], versions, self._gpu, notes)
 
     def measure(self, batches: list[list[Task]]) -> list[tuple[Task, dict[str, Any]]]:
         """Do all tasks; those that could not be done have a result that says why."""

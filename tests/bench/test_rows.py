@@ -7,7 +7,7 @@ import pytest
 from typer.testing import CliRunner
 
 from fishjax.bench import __main__ as command_line
-from fishjax.bench import cases, check, header, kernels, report, tune
+from fishjax.bench import cases, check, kernels, report, tune
 from fishjax.bench.pool import Task
 
 runner = CliRunner()
@@ -30,7 +30,7 @@ def results():
 
 
 def document(results):
-    head = header.make_header("kernels", "nvidia-h200", {"jax": "0"}, {"clocks.sm": "1980 MHz"}, [])
+    head = kernels.make_kernels_header("nvidia-h200", {"jax": "0"}, {"clocks.sm": "1980 MHz"}, [])
     return kernels.make_document(head, cases.grid(), results, "mosaic")
 
 

@@ -21,6 +21,8 @@ CLOSED_VOCABULARY = (*DIGITS, *VERBS, "the", *ADJECTIVES, *NOUNS, *TAILS)
 NUM_HELD_OUT = 160
 NUM_CHOOSING = 48
 """The first of them chose minnow's checkpoint while it trained; the others are the honest ones."""
+FIXED_INPUT = "paint the window gate blue please"
+"""Of 24 held-out prompts the one in whose first five frames minnow (float32) is surest of its least sure code."""
 _HELD_OUT_SEED = 90210
 _PLACES = ("garden", "window", "door", "table")  # nouns a person puts before another noun: "the garden gate"
 
