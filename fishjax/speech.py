@@ -22,6 +22,7 @@ from fishjax.text.live import LiveText
 from fishjax.text.prompt import Prompter, Reference
 from fishjax.text.tokenizer import Tokenizer
 from fishjax.weights.model_folder import LoadedModel, load_model
+from fishjax.weights.prepare import prepare
 
 MINNOW = Path(__file__).parent / "minnow"
 
@@ -124,6 +125,7 @@ def assemble(loaded: LoadedModel, *, num_slots: int, max_len: int, model_name: s
 
     The model's weights are laid out for decoding, in place.
     """
+    prepare(loaded.dual_ar)
     tokenizer = Tokenizer.from_file(loaded.tokenizer)
     engine = Engine(
         loaded.dual_ar,

@@ -9,6 +9,7 @@ one shape per engine (prefill: one per bucket) and is compiled by `warmup`. Know
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
@@ -21,12 +22,14 @@ from fishjax.codec import Codec
 from fishjax.codec.stream import init_stream
 from fishjax.engine import steps
 from fishjax.engine.memory import MemoryPlan, described, device_limit, num_bytes
+from fishjax.engine.sampling import TOP_K_CAP
 from fishjax.engine.sampling_params import SamplingParams
 from fishjax.engine.state import Prefix, StepInputs, StepOutput, new_state, segment_start
 from fishjax.errors import InvalidRequest, PromptTooLong
 from fishjax.model.cache import init_cache
 from fishjax.model.dual_ar import DualAR, slice_head
 from fishjax.weights.precision import Precision
+from fishjax.weights.prepare import prepared_weight
 from fishjax.weights.quantize import quantize_head
 
 _SMALLEST_BUCKET = 16
@@ -99,7 +102,7 @@ class Engine:
 
         self.precision = precision or Precision.default()
         kv_dtype = self.precision.kv_dtype
-        head_NK = quantize_head(slice_head(model, im_end_id), self.precision.head)
+        head_NK = prepared_weight(quantize_head(slice_head(model, im_end_id), self.precision.head))
         row = described(lambda: (init_cache(config, 1, max_len, kv_dtype), init_stream(codec, 1, max_len)))
         self.memory = MemoryPlan(
             weights=num_bytes((nnx.state(model), nnx.state(codec), head_NK)),
@@ -109,7 +112,10 @@ class Engine:
             moving=row * (num_slots + 2),
         )
         self.memory.check(device_limit())
-        self._decode = steps.bind(model, steps.decode_step, donate=(1,), first=(head_NK,))
+        self._decode = {
+            short: steps.bind(model, steps.decode_step, donate=(1,), first=(head_NK,), short=short)
+            for short in (True, False)
+        }
         self._prefill = steps.bind(model, steps.prefill_step)
         self._sound = steps.bind(codec, steps.codec_step, donate=(0,))
         self._encode = steps.bind(codec, steps.encode_step)
@@ -122,6 +128,7 @@ class Engine:
         self._silent_row = init_stream(codec, 1, max_len)
         self._reset_B = np.zeros(num_slots, bool)
         self._cancel_B = np.zeros(num_slots, bool)
+        self._top_k_B = np.ones(num_slots, np.int32)
 
     def warmup(self, progress: Callable[[str], None] | None = None) -> None:
         """Compile every program by running it once; afterwards nothing compiles. `progress` hears what is next."""
@@ -131,10 +138,11 @@ class Engine:
             say(f"prefill of {bucket} columns")
             columns = np.zeros((self.num_codebooks + 1, min(bucket, self.max_len - 1) + 1), np.int32)
             prefix = self.prefill(columns, SamplingParams())
-        say("decode step")
         assert prefix is not None
-        self.insert(prefix, 0)
-        self.step([0]).result()
+        for top_k, ordering in ((1, "short"), (TOP_K_CAP + 1, "whole")):
+            say(f"decode step, {ordering} ordering of candidates")
+            self.insert(dataclasses.replace(prefix, top_k=top_k), 0)
+            self.step([0]).result()
         self.insert(self.extract(0), 0)
         self.free(0)
         self.step([]).result()
@@ -171,12 +179,14 @@ class Engine:
             chunk_1KT[0, :, :width] = columns_CT[:, done : done + width]
             cache = self._prefill(cache, chunk_1KT, np.array([prefix_length + done], np.int32))
             done += width
-        return Prefix(slots=segment_start(columns_CT[:, -1], length, first_frame, sampling), cache=cache)
+        slots = segment_start(columns_CT[:, -1], length, first_frame, sampling)
+        return Prefix(slots=slots, cache=cache, top_k=sampling.top_k)
 
     def insert(self, prefix: Prefix, slot: int) -> None:
         """Put a request into a slot; its next step makes its next frame."""
         self._reset_B[slot] = prefix.codec is None
         self._cancel_B[slot] = False
+        self._top_k_B[slot] = prefix.top_k
         codec_row = self._silent_row if prefix.codec is None else prefix.codec
         self._state, self._codec_state = self._insert(
             self._state, self._codec_state, prefix.slots, prefix.cache, codec_row, np.int32(slot)
@@ -187,7 +197,9 @@ class Engine:
         run_B = np.zeros(self.num_slots, bool)
         run_B[list(run)] = True
         inputs = StepInputs(*(jnp.array(mask_B) for mask_B in (run_B, self._reset_B, self._cancel_B)))
-        self._state, output = self._decode(self._state, inputs)
+        # One large top_k orders all candidates of the whole batch; a slot that is free or paused does not ask for it.
+        short = not np.any(self._top_k_B[run_B] > TOP_K_CAP)
+        self._state, output = self._decode[short](self._state, inputs)
         self._codec_state, audio_Bs = self._sound(self._codec_state, output, inputs)
         self._reset_B &= ~run_B
         self._cancel_B[:] = False
@@ -196,7 +208,8 @@ class Engine:
     def extract(self, slot: int) -> Prefix:
         """Take a copy of everything that the request in `slot` needs to go on elsewhere to the same codes."""
         slots, cache, codec = self._extract(self._state, self._codec_state, np.int32(slot))
-        return Prefix(slots=slots, cache=cache, codec=None if self._reset_B[slot] else codec)
+        codec = None if self._reset_B[slot] else codec
+        return Prefix(slots=slots, cache=cache, top_k=int(self._top_k_B[slot]), codec=codec)
 
     def free(self, slot: int) -> None:
         """Empty a slot (carried out by the next step)."""

@@ -13,8 +13,7 @@ of speech and all others are semantic codes.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TypeVar
+from dataclasses import dataclass, field, replace
 
 import jax
 import jax.numpy as jnp
@@ -30,8 +29,6 @@ _MIN_TEMPERATURE = 1e-5
 _SEMANTIC = 0  # the codebook number that keys the normal draw of a frame's token; codes use 1 .. C-1
 _HIGH_DRAW = 1 << 16  # and that of its second, high draw: above every codebook
 
-_Drawn = TypeVar("_Drawn")
-
 # ids_BJ of candidates -> their uniforms u_BJ in [0, 1)
 UniformFn = Callable[[jax.Array], jax.Array]
 
@@ -39,16 +36,23 @@ UniformFn = Callable[[jax.Array], jax.Array]
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Knobs:
-    """Per slot: temperature float32, top_p float32, top_k int32, each (B,)."""
+    """Per slot: temperature float32, top_p float32, top_k int32, each (B,).
+
+    `short`, which shapes the program: every top_k that counts is at most TOP_K_CAP. The host knows it; asking the
+    device would stop the host in every draw.
+    """
 
     temperature_B: jax.Array
     top_p_B: jax.Array
     top_k_B: jax.Array
+    short: bool = field(default=False, metadata={"static": True})
 
     def high(self) -> Knobs:
         """The knobs of the second draw: fixed temperature and top_p, the request's own top_k."""
-        return Knobs(
-            jnp.full_like(self.temperature_B, RAS_TEMPERATURE), jnp.full_like(self.top_p_B, RAS_TOP_P), self.top_k_B
+        return replace(
+            self,
+            temperature_B=jnp.full_like(self.temperature_B, RAS_TEMPERATURE),
+            top_p_B=jnp.full_like(self.top_p_B, RAS_TOP_P),
         )
 
 
@@ -118,18 +122,16 @@ def sample_semantic(
     `window_BW` holds the candidates of the latest frames, negative where there was none.
     """
     normal_key_B, high_key_B = (draw_keys(seed_B, frame_B, number) for number in (_SEMANTIC, _HIGH_DRAW))
-
-    def both(ranking: Ranking) -> tuple[jax.Array, jax.Array]:
-        return race(ranking, knobs, keyed(normal_key_B)), race(ranking, knobs.high(), keyed(high_key_B))
-
-    normal_B, high_B = _with_ranking(logits_BN, knobs.top_k_B, both)
+    ranking = _ranking(logits_BN, knobs)
+    normal_B = race(ranking, knobs, keyed(normal_key_B))
+    high_B = race(ranking, knobs.high(), keyed(high_key_B))
     return repetition_aware(normal_B, high_B, window_BW, normal_B < logits_BN.shape[1] - 1)
 
 
 def sample_code(logits_BN: jax.Array, knobs: Knobs, seed_B: jax.Array, frame_B: jax.Array, codebook: int) -> jax.Array:
     """Code `codebook` (1 .. C-1) of a frame from the fast head's logits: code_B int32."""
     keys_B = draw_keys(seed_B, frame_B, codebook)
-    return _with_ranking(logits_BN, knobs.top_k_B, lambda ranking: race(ranking, knobs, keyed(keys_B)))
+    return race(_ranking(logits_BN, knobs), knobs, keyed(keys_B))
 
 
 def draw_keys(seed_B: jax.Array, frame_B: jax.Array, number: int) -> jax.Array:
@@ -167,14 +169,7 @@ def draw(probs_BN: jax.Array, uniform_BN: jax.Array) -> jax.Array:
     return jnp.argmax(probs_BN / -jnp.log(uniform_BN), axis=-1).astype(jnp.int32)
 
 
-def _with_ranking(logits_BN: jax.Array, top_k_B: jax.Array, use: Callable[[Ranking], _Drawn]) -> _Drawn:
-    """`use` on the short ranking when every slot's top_k allows, else on the whole one: the same result."""
+def _ranking(logits_BN: jax.Array, knobs: Knobs) -> Ranking:
+    """The short ranking when every top_k allows, else the whole one: the same draws."""
     num_candidates = logits_BN.shape[1]
-    if num_candidates <= TOP_K_CAP:
-        return use(rank(logits_BN, num_candidates))
-    return jax.lax.cond(
-        jnp.all(top_k_B <= TOP_K_CAP),
-        lambda logits: use(rank(logits, TOP_K_CAP)),
-        lambda logits: use(rank(logits, num_candidates)),
-        logits_BN,
-    )
+    return rank(logits_BN, min(num_candidates, TOP_K_CAP) if knobs.short else num_candidates)

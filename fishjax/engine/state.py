@@ -69,11 +69,13 @@ class StepOutput:
 class Prefix:
     """One request's state outside the slots: enough to go on to the same codes in any slot.
 
-    `slots` and `cache` have one row; `codec` is None where sound starts from silence.
+    `slots` and `cache` have one row; `top_k` is the request's, for the host; `codec` is None where sound starts from
+    silence.
     """
 
     slots: SlotState
     cache: KVCache
+    top_k: int
     codec: CodecStreamState | None = None
 
     @property

@@ -23,8 +23,10 @@ from fishjax.model.cache import KVCache
 from fishjax.model.dual_ar import DualAR
 
 
-def bind(module: nnx.Module, fn: Callable, *, first: tuple = (), donate: tuple[int, ...] = ()) -> Callable:
-    """`fn(module, *first, *args)` as one jitted function of `args`.
+def bind(
+    module: nnx.Module, fn: Callable, *, first: tuple = (), donate: tuple[int, ...] = (), **static: Any
+) -> partial[Any]:
+    """`fn(module, *first, *args, **static)` as one jitted function of `args`.
 
     The module is split once and its weights go in as flat leaves: walking an nnx object on every call costs
     milliseconds of Python. `donate` counts positions in (*first, *args).
@@ -33,16 +35,19 @@ def bind(module: nnx.Module, fn: Callable, *, first: tuple = (), donate: tuple[i
     leaves, tree = jax.tree.flatten(state)
 
     def run(leaves: list[jax.Array], *args: Any) -> Any:
-        return fn(nnx.merge(graph, jax.tree.unflatten(tree, leaves)), *args)
+        return fn(nnx.merge(graph, jax.tree.unflatten(tree, leaves)), *args, **static)
 
     run.__name__ = fn.__name__
     return partial(jax.jit(run, donate_argnums=tuple(1 + position for position in donate)), leaves, *first)
 
 
 def decode_step(
-    model: DualAR, head_NK: jax.Array, state: DecodeState, inputs: StepInputs
+    model: DualAR, head_NK: jax.Array, state: DecodeState, inputs: StepInputs, *, short: bool
 ) -> tuple[DecodeState, StepOutput]:
-    """One frame for every slot that runs. Rows are independent: nothing of a slot depends on its neighbours."""
+    """One frame for every slot that runs. Rows are independent: nothing of a slot depends on its neighbours.
+
+    `short`: the top_k of every slot that runs is at most `sampling.TOP_K_CAP`.
+    """
     config, slots = model.config, state.slots
     num_semantic = head_NK.shape[0] - 1
 
@@ -52,8 +57,7 @@ def decode_step(
     hidden_B1D, cache = model.slow.extend(x_B1D, start_B, state.cache)
     hidden_BD = hidden_B1D[:, 0]
 
-    # One large top_k sorts everything for the whole batch: a slot that is free or paused must not ask for it.
-    knobs = sampling.Knobs(slots.temperature_B, slots.top_p_B, jnp.where(inputs.run_B, slots.top_k_B, 1))
+    knobs = sampling.Knobs(slots.temperature_B, slots.top_p_B, slots.top_k_B, short)
     logits_BN = model.slow.logits(hidden_BD, head_NK)
     # The line that samples the semantic token of a frame.
     candidate_B = sampling.sample_semantic(logits_BN, slots.window_BW, knobs, slots.seed_B, slots.frame_B)

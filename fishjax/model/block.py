@@ -15,7 +15,7 @@ import numpy as np
 from flax import nnx
 
 from fishjax.config import TransformerConfig
-from fishjax.model.layers import FeedForward, HeadRMSNorm, Linear, RMSNorm, apply_rope, rope_table
+from fishjax.model.layers import FeedForward, FusedFeedForward, HeadRMSNorm, Linear, RMSNorm, apply_rope, rope_table
 
 # (q_BTHd, k_BTGd, v_BTGd) -> o_BTHd
 AttendFn = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
@@ -50,7 +50,9 @@ class Block(nnx.Module):
         self.attention_norm = RMSNorm(config.dim, config.norm_eps, dtype=dtype)
         self.attention = Attention(config, dtype=dtype, rngs=rngs)
         self.ffn_norm = RMSNorm(config.dim, config.norm_eps, dtype=dtype)
-        self.feed_forward = FeedForward(config.dim, config.ffn_dim, dtype=dtype, rngs=rngs)
+        self.feed_forward: FeedForward | FusedFeedForward = FeedForward(
+            config.dim, config.ffn_dim, dtype=dtype, rngs=rngs
+        )
 
     def __call__(self, x_BTD: jax.Array, table_BTd2: jax.Array, attend: AttendFn) -> jax.Array:
         """x_BTD -> x_BTD; `table_BTd2` holds the rotary rows of the T positions."""

@@ -15,6 +15,8 @@ from fishjax.config import ModelConfig
 from fishjax.model.block import attend_masked
 from pallas_kernels import ScaledKV, decode_attention, quantize_kv
 
+_decode_attention = jax.jit(decode_attention)  # one trace and one lowering for all layers
+
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
@@ -49,13 +51,16 @@ def init_cache(config: ModelConfig, batch: int, max_len: int, dtype=jnp.float32)
 
 def write(cache: jax.Array | ScaledKV, rows_BTGd: jax.Array, start_B: jax.Array) -> jax.Array | ScaledKV:
     """Put T rows of each slot at its positions start .. start + T - 1; rows that fall outside are dropped."""
-    batch, length = rows_BTGd.shape[:2]
-    slots_B1 = jnp.arange(batch)[:, None]
-    positions_BT = start_B[:, None] + jnp.arange(length)
+    batch, length, num_heads = rows_BTGd.shape[:3]
+    # All leading axes are indexed, in their order: where one is skipped, XLA's scatter on a GPU first transposes the
+    # whole cache and afterwards transposes it back.
+    slots_B11 = jnp.arange(batch)[:, None, None]
+    positions_BT1 = start_B[:, None, None] + jnp.arange(length)[:, None]
+    heads_G = jnp.arange(num_heads)
 
     def put(buffer: jax.Array, rows_BTG: jax.Array) -> jax.Array:
         rows_BTG = rows_BTG.astype(buffer.dtype)
-        return buffer.at[slots_B1, :, positions_BT].set(rows_BTG, mode="drop", unique_indices=True)
+        return buffer.at[slots_B11, heads_G, positions_BT1].set(rows_BTG, mode="drop", unique_indices=True)
 
     if isinstance(cache, ScaledKV):
         rows = quantize_kv(rows_BTGd)
@@ -66,12 +71,19 @@ def write(cache: jax.Array | ScaledKV, rows_BTGd: jax.Array, start_B: jax.Array)
 def attend_cached(
     q_BTHd: jax.Array, k_BGSd: jax.Array | ScaledKV, v_BGSd: jax.Array | ScaledKV, start_B: jax.Array
 ) -> jax.Array:
-    """Attention of T queries at positions start .. start + T - 1 over the cache rows at or before each one."""
-    if isinstance(k_BGSd, ScaledKV) and isinstance(v_BGSd, ScaledKV):
-        if q_BTHd.shape[1] == 1:
-            return decode_attention(q_BTHd[:, 0], k_BGSd, v_BGSd, start_B + 1)[:, None]
-        k_BGSd, v_BGSd = (half.dequantize().astype(q_BTHd.dtype) for half in (k_BGSd, v_BGSd))
-    assert not isinstance(k_BGSd, ScaledKV) and not isinstance(v_BGSd, ScaledKV)
+    """Attention of T queries at positions start .. start + T - 1 over the cache rows at or before each one.
+
+    A single query that lies outside the cache reads nothing and gets zeros.
+    """
+    max_len = k_BGSd.shape[2]
+    if q_BTHd.shape[1] == 1:
+        lengths_B = jnp.where(start_B < max_len, start_B + 1, 0)
+        return _decode_attention(q_BTHd[:, 0], k_BGSd, v_BGSd, lengths_B)[:, None]
+    k_BGSd, v_BGSd = (_plain(half, q_BTHd.dtype) for half in (k_BGSd, v_BGSd))
     positions_BT = start_B[:, None] + jnp.arange(q_BTHd.shape[1])
-    mask_BTS = jnp.arange(k_BGSd.shape[2]) <= positions_BT[:, :, None]
+    mask_BTS = jnp.arange(max_len) <= positions_BT[:, :, None]
     return attend_masked(q_BTHd, k_BGSd, v_BGSd, mask_BTS)
+
+
+def _plain(half_BGSd: jax.Array | ScaledKV, dtype) -> jax.Array:
+    return half_BGSd.dequantize().astype(dtype) if isinstance(half_BGSd, ScaledKV) else half_BGSd

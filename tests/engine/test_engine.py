@@ -11,11 +11,11 @@ import pytest
 from safetensors.numpy import load_file
 
 from fishjax.codec import Codec
-from fishjax.engine import sampling, steps
+from fishjax.engine import steps
 from fishjax.engine.engine import Engine
 from fishjax.engine.sampling import TOP_K_CAP
 from fishjax.engine.sampling_params import SamplingParams
-from fishjax.engine.state import StepInputs
+from fishjax.engine.state import StepInputs, new_state
 from fishjax.errors import InvalidRequest, PromptTooLong
 from fishjax.model.dual_ar import slice_head
 
@@ -156,35 +156,34 @@ def test_the_cache_of_a_spoken_segment_is_a_prefix_of_the_next_prompt(engine, go
 
 
 @pytest.mark.parametrize("running", [[], [1]])
-def test_a_slot_that_does_not_run_never_asks_for_the_full_sort(engine, prompt, decode_with_seen_sorts, running):
-    """Slot 0 was sampled with a large top_k; freed or paused, it costs its neighbours nothing."""
-    decode, seen = decode_with_seen_sorts
+def test_a_slot_that_does_not_run_never_asks_for_the_full_sort(engine, prompt, monkeypatch, running):
+    """Slot 0 was sampled with a large top_k; freed, paused or taken over, it costs its neighbours nothing."""
+    taken, programs = [], engine._decode
+    spies = {short: lambda *args, short=short: (taken.append(short), programs[short](*args))[1] for short in programs}
+    monkeypatch.setattr(engine, "_decode", spies)
     engine.insert(engine.prefill(prompt(1), SamplingParams(top_k=200)), 0)
-    engine.insert(engine.prefill(prompt(2), SamplingParams(top_k=5)), 1)
-    for run, largest in (([0, *running], 65), (running, TOP_K_CAP)):
-        seen.clear()
-        run_B = np.isin(np.arange(4), run)
-        jax.block_until_ready(decode(engine._state, StepInputs(run_B, np.zeros(4, bool), np.zeros(4, bool))))
-        jax.effects_barrier()
-        assert max(seen) == largest
-    for slot in (0, 1):
+    engine.insert(engine.prefill(prompt(2), SamplingParams(top_k=TOP_K_CAP)), 1)
+    engine.step([0, *running]).result()
+    engine.step(running).result()
+    saved = engine.extract(0)
+    engine.insert(engine.prefill(prompt(3), SamplingParams(top_k=1)), 0)
+    engine.step([0, *running]).result()
+    engine.insert(saved, 2)
+    engine.step([2, *running]).result()
+    assert taken == [False, True, True, False]
+    for slot in (0, 1, 2):
         engine.free(slot)
 
 
-@pytest.fixture(scope="module")
-def decode_with_seen_sorts(golden_model):
-    """The decode step, and a list of how many candidates each sort in it ordered; 65 are all there are."""
-    seen, rank = [], sampling.rank
-
-    def spying(logits_BN, num):
-        jax.debug.callback(lambda: seen.append(num))
-        return rank(logits_BN, num)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sampling, "rank", spying)
-        head = slice_head(golden_model, 422)
-        assert head.shape[0] == 65
-        yield steps.bind(golden_model, steps.decode_step, first=(head,)), seen
+def test_the_two_decode_programs_order_as_they_say_and_neither_asks_the_device(golden_model):
+    head = slice_head(golden_model, 422)
+    state = jax.eval_shape(lambda: new_state(golden_model.config, 2, 64, np.float32))
+    mask = jax.ShapeDtypeStruct((2,), bool)
+    for short, largest in ((True, TOP_K_CAP), (False, 65)):
+        bound = steps.bind(golden_model, steps.decode_step, first=(head,), short=short)
+        text = str(bound.func.trace(*bound.args, state, StepInputs(mask, mask, mask)).jaxpr)
+        assert f"k={largest}" in text and f"k={largest + 1}" not in text
+        assert " cond[" not in text
 
 
 def test_nothing_compiles_after_warmup(engine, prompt, compiles):

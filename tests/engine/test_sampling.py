@@ -16,11 +16,12 @@ from fishjax.engine.sampling import RAS_WINDOW, TOP_K_CAP, Knobs
 sample_code, sample_semantic = jax.jit(sampling.sample_code), jax.jit(sampling.sample_semantic)
 
 
-def knobs(temperature, top_p, top_k, batch: int = 1) -> Knobs:
+def knobs(temperature, top_p, top_k, batch: int = 1, short: bool = False) -> Knobs:
     return Knobs(
         jnp.broadcast_to(jnp.float32(temperature), (batch,)),
         jnp.broadcast_to(jnp.float32(top_p), (batch,)),
         jnp.broadcast_to(jnp.asarray(top_k, jnp.int32), (batch,)),
+        short,
     )
 
 
@@ -95,7 +96,7 @@ def test_short_and_full_ordering_agree(ties):
     mixed_k = jnp.array([30] * 7 + [900])
     for frame in range(20):
         frames = jnp.full(8, frame)
-        alone = sample_semantic(logits, window, knobs(0.9, 0.95, 30, 8), seeds(8), frames)
+        alone = sample_semantic(logits, window, knobs(0.9, 0.95, 30, 8, short=True), seeds(8), frames)
         mixed = sample_semantic(logits, window, knobs(0.9, 0.95, mixed_k, 8), seeds(8), frames)
         np.testing.assert_array_equal(alone[:7], mixed[:7])
 
