@@ -120,8 +120,8 @@ async def test_nothing_compiles_while_serving(serve_minnow, compiles, clip):
 
 async def test_four_times_as_many_callers_as_slots_leave_the_server_well(serve_minnow):
     async with serve_minnow() as running:
-        wanted = await speak(running, TEXTS[1], seed=4, max_frames=10)
         before = device_bytes()
+        wanted = await speak(running, TEXTS[1], seed=4, max_frames=10)
 
         async def caller(number):
             rng = random.Random(number)
