@@ -73,8 +73,9 @@ def attend_masked(
     scores = jnp.einsum("btgrd,bgsd->bgrts", q_BTGRd, k_BGSd, preferred_element_type=jnp.float32)
     scores = (scores.astype(score_dtype) * head_dim**-0.5).astype(jnp.float32)
     weights = jax.nn.softmax(jnp.where(mask_BTS[:, None, None], scores, _MASKED), axis=-1).astype(score_dtype)
-    o_BTGRd = jnp.einsum("bgrts,bgsd->btgrd", weights, v_BGSd, preferred_element_type=jnp.float32)
-    return o_BTGRd.reshape(batch, length, num_heads, head_dim).astype(q_BTHd.dtype)
+    # The weights come first in the product: XLA's CPU has no program for the other order in bfloat16 from 8 slots on.
+    o_BGRTd = jnp.einsum("bgrts,bgsd->bgrtd", weights, v_BGSd, preferred_element_type=jnp.float32)
+    return o_BGRTd.transpose(0, 3, 1, 2, 4).reshape(batch, length, num_heads, head_dim).astype(q_BTHd.dtype)
 
 
 @functools.lru_cache(maxsize=16)

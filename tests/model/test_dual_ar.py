@@ -12,6 +12,7 @@ from flax import nnx
 from safetensors.numpy import load_file
 
 from fishjax.config import ModelConfig, TransformerConfig
+from fishjax.model.block import attend_masked
 from fishjax.model.cache import attend_cached, init_cache, write
 from fishjax.model.dual_ar import DualAR, candidate_ids, select_frames, slice_head
 from fishjax.model.layers import rope_table
@@ -236,3 +237,20 @@ def test_rope_table_is_exact(expected):
     table = rope_table(2688, 16, 1e6)
     assert table.dtype == jnp.bfloat16
     np.testing.assert_array_equal(table[expected["rope.rows"]].astype(np.float32), expected["rope.table"])
+
+
+@pytest.mark.parametrize("num_slots", [1, 16])
+def test_the_fast_attention_runs_in_bfloat16_for_any_number_of_slots(num_slots):
+    """One query over the ten positions of a frame: from eight slots on, XLA's CPU refused the product as it was."""
+    rng = np.random.default_rng(3)
+    q, k, v = (
+        jnp.asarray(rng.standard_normal(shape), jnp.bfloat16)
+        for shape in ((num_slots, 1, 4, 64), (num_slots, 2, 10, 64), (num_slots, 2, 10, 64))
+    )
+    mask = jnp.ones((1, 1, 10), bool)
+    found = jax.jit(lambda *qkv: attend_masked(*qkv, mask, score_dtype=jnp.bfloat16))(q, k, v)
+    q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
+    k, v = np.repeat(k, 2, axis=1), np.repeat(v, 2, axis=1)  # query heads 0 and 1 read head 0
+    weights = np.exp(np.einsum("bthd,bhsd->bhts", q, k) / 8)
+    wanted = np.einsum("bhts,bhsd->bthd", weights / weights.sum(-1, keepdims=True), v)
+    np.testing.assert_allclose(np.asarray(found, np.float64), wanted, atol=0.03)  # scores up to 4 in eight bits
