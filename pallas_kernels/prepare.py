@@ -24,8 +24,8 @@ def prepare_weights(w: Weight, op: str) -> Weight:
     """Pad and lay out a weight for the kernel of `op`; its logical shape stays what it was.
 
     BlockScaled: rows padded with zeros to a multiple of 64 (4,097 -> 4,160), scale rows to whole 128-byte lines.
-    MxScaled: rows padded to a multiple of 64, with byte 127 (scale 1) for the new rows. Arrays are returned as they
-    are. Already prepared weights are returned unchanged.
+    MxScaled: rows padded to a multiple of 64, with byte 127 (scale 1) for the new rows, scales transposed to
+    (K / 32, N). Arrays are returned as they are. Already prepared weights are returned unchanged.
 
     Args:
       w: (N, K) weight.
@@ -44,9 +44,9 @@ def prepare_weights(w: Weight, op: str) -> Weight:
         return dataclasses.replace(w, values_NK=rows, scale_NbKb=_pad(scale_NbKb, 1, LINE), num_rows=w.shape[0])
     if isinstance(w, MxScaled):
         rows = _pad(w.values_NK, ROW_MULTIPLE, 1)
-        new_rows = rows.shape[0] - w.scale_NKb.shape[0]
-        scale_NKb = jnp.pad(w.scale_NKb, ((0, new_rows), (0, 0)), constant_values=127)
-        return dataclasses.replace(w, values_NK=rows, scale_NKb=scale_NKb, num_rows=w.shape[0])
+        new_rows = rows.shape[0] - w.values_NK.shape[0]
+        scale_KbN = jnp.pad(w.scale_KbN, ((0, 0), (0, new_rows)), constant_values=127)
+        return dataclasses.replace(w, values_NK=rows, scale_NKb=scale_KbN, num_rows=w.shape[0], transposed=True)
     return w
 
 

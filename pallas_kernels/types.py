@@ -83,11 +83,16 @@ class BlockScaled(_ArrayLike):
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, slots=True)
 class MxScaled(_ArrayLike):
-    """OCP MXFP8: values_NK (N, K) float8_e4m3fn; scale_NKb (N, K / 32) uint8, E8M0: 2^(byte - 127), 255 is NaN."""
+    """OCP MXFP8: values_NK (N, K) float8_e4m3fn; scale_NKb (N, K / 32) uint8, E8M0: 2^(byte - 127), 255 is NaN.
+
+    `num_rows` is the logical N of a prepared weight whose rows were padded. With `transposed` the scales of such a
+    weight lie as the kernel reads them, (K / 32, N).
+    """
 
     values_NK: jax.Array
     scale_NKb: jax.Array
     num_rows: int | None = dataclasses.field(default=None, metadata={"static": True})
+    transposed: bool = dataclasses.field(default=False, metadata={"static": True})
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -95,11 +100,16 @@ class MxScaled(_ArrayLike):
         num_rows, width = self.values_NK.shape
         return (num_rows if self.num_rows is None else self.num_rows, width)
 
+    @property
+    def scale_KbN(self) -> jax.Array:
+        """The scales as (K / 32, N), whichever way they lie."""
+        return self.scale_NKb if self.transposed else self.scale_NKb.T
+
     def dequantize(self) -> jax.Array:
         """The stored numbers as float32 (N, K), padding removed. Float32 subnormals may flush to zero."""
-        num_rows, width = self.shape
+        num_rows, _ = self.shape
         values = self.values_NK[:num_rows].astype(jnp.float32)
-        byte = jnp.repeat(self.scale_NKb[:num_rows, : width // MX_BLOCK].astype(jnp.int32), MX_BLOCK, axis=1)
+        byte = jnp.repeat(self.scale_KbN[:, :num_rows].T.astype(jnp.int32), MX_BLOCK, axis=1)
         # Two factors, each a normal float32, because 2^-127 alone is subnormal and would be flushed.
         half = byte // 2
         scaled = values * _power_of_two(half - 63) * _power_of_two(byte - half - 64)

@@ -8,7 +8,8 @@ import jax.numpy as jnp
 from .. import _dispatch
 from ..quantize_mx.api import quantize_mx
 from ..types import MX_BLOCK, MxScaled
-from . import reference
+from . import mosaic_sm90, reference
+from .config import Config
 
 OP = "mx_matmul"
 
@@ -19,6 +20,7 @@ def mx_matmul(
     *,
     out_dtype: jnp.dtype | None = None,
     backend: _dispatch.Backend | str | None = None,
+    config: Config | None = None,
 ) -> jax.Array:
     """y = x w^T with OCP MXFP8 operands (e4m3 values, one E8M0 scale per 32 columns).
 
@@ -26,7 +28,8 @@ def mx_matmul(
       x_MK: (M, K) bfloat16 or float32, quantised inside, or already quantised. K a multiple of 32.
       w_NK: (N, K) quantised by `quantize_mx`, or prepared by `prepare_weights`; any N.
       out_dtype: type of y; None means x's type, bfloat16 when x is already quantised.
-      backend: None, "reference" or "mosaic".
+      backend: None, "reference" or "mosaic" (K a multiple of 128).
+      config: tile choices of the mosaic kernel; None takes the default for the shape.
 
     Returns:
       y_MN. Row m depends on row m of x alone.
@@ -46,6 +49,9 @@ def mx_matmul(
         raise ValueError(f"{OP}: x {x_MK.shape} and weight {w_NK.shape} differ in K")
     if out_dtype is None:
         out_dtype = jnp.bfloat16 if isinstance(x_MK, MxScaled) else x_MK.dtype
-    _dispatch.choose(OP, backend, _dispatch.no_kernel_yet)
     x_MK = x_MK if isinstance(x_MK, MxScaled) else quantize_mx(x_MK)
+    M = x_MK.shape[0]
+    taken = _dispatch.choose(OP, backend, lambda: mosaic_sm90.why_not(M, w_NK.shape[0], width, config))
+    if taken is _dispatch.Backend.MOSAIC:
+        return mosaic_sm90.mx_matmul(x_MK, w_NK, jnp.dtype(out_dtype), config)
     return reference.mx_matmul(x_MK, w_NK, jnp.dtype(out_dtype))

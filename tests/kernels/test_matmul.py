@@ -58,6 +58,15 @@ def test_quantised_and_prepared_operands_give_the_same():
     np.testing.assert_array_equal(np.asarray(again.dequantize()), np.asarray(w.dequantize()))
 
 
+def test_prepared_mx_weights_lie_as_the_kernel_reads_them():
+    w = pk.quantize_mx(jnp.asarray(random_weight(np.random.default_rng(0), 4097, 256)))
+    ready = pk.prepare_weights(w, "mx_matmul")
+    assert ready.values_NK.shape == (4160, 256) and ready.scale_NKb.shape == (8, 4160) and ready.shape == (4097, 256)
+    again = pk.prepare_weights(ready, "mx_matmul")
+    for prepared in (ready, again):
+        np.testing.assert_array_equal(np.asarray(prepared.dequantize()), np.asarray(w.dequantize()))
+
+
 def test_a_transposed_scale_grid_is_caught():
     x, w = operands(np.random.default_rng(1), 8, 512, 512)
     wrong = dataclasses.replace(w, scale_NbKb=w.scale_NbKb.T)

@@ -14,10 +14,11 @@ from pallas_kernels import _testing as oracle
 from pallas_kernels._dispatch import gpu_capability
 from pallas_kernels.block_scaled_matmul.arg_specs import ROWS, SPECS
 from pallas_kernels.block_scaled_matmul.config import Config as MatmulConfig
+from pallas_kernels.mx_matmul.config import Config as MxConfig
 from pallas_kernels.quantize_blocks.mosaic_sm90 import quantize_rows
 from pallas_kernels.swiglu_mlp import mosaic_sm90 as swiglu_kernel
 from pallas_kernels.swiglu_mlp.config import Config as MlpConfig
-from pallas_kernels.types import BlockScaled, ScaledKV
+from pallas_kernels.types import BlockScaled, MxScaled, ScaledKV
 
 pytestmark = [
     pytest.mark.gpu,
@@ -99,6 +100,55 @@ def test_the_scale_grid_transposed_is_caught():
     wrong = BlockScaled(jnp.asarray(values), jnp.asarray(scale.T.copy()))
     y = pk.block_scaled_matmul(jnp.asarray(x), wrong, backend="mosaic")
     assert oracle.rel_err(y, product(x, (values, scale))) > 0.1
+
+
+def mx_operand(rng, rows, K):
+    values = np.clip(rng.standard_normal((rows, K), np.float32) * 100, -448, 448).astype(ml_dtypes.float8_e4m3fn)
+    byte = rng.integers(120, 134, (rows, K // 32)).astype(np.uint8)
+    return oracle.mx_dequant(values, byte), MxScaled(jnp.asarray(values), jnp.asarray(byte))
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=lambda s: s.name)
+def test_mx_matmul_at_every_row_count(spec):
+    rng = np.random.default_rng()
+    w, quantised = mx_operand(rng, spec.N, spec.K)
+    ready = pk.prepare_weights(quantised, "mx_matmul")
+    for M in (*ROWS, 3, 63, 65, 300):
+        x, given = mx_operand(rng, M, spec.K)
+        assert oracle.rel_err(pk.mx_matmul(given, ready, backend="mosaic"), x @ w.T) <= BOUND, M
+
+
+@pytest.mark.parametrize("splits", [1, 2, 3, 5, 8])
+@pytest.mark.parametrize("together", [1, 2, 4])
+def test_mx_matmul_is_repeatable_in_every_form(splits, together):
+    rng = np.random.default_rng()
+    w, quantised = mx_operand(rng, 256, 1280)
+    for M in (1, 16, 24, 64, 128):
+        x, given = mx_operand(rng, M, 1280)
+        config = MxConfig(splits, 2, together)
+        first, again = (np.asarray(pk.mx_matmul(given, quantised, backend="mosaic", config=config)) for _ in range(2))
+        np.testing.assert_array_equal(first, again)
+        assert oracle.rel_err(first, x @ w.T) <= BOUND
+
+
+def test_mx_scales_at_both_ends_and_nan():
+    """2^127 beside every weight scale, 2^-127 included; a NaN scale beside zeros reaches its row and no other."""
+    rng = np.random.default_rng()
+    _, x = mx_operand(rng, 8, 128)
+    _, w = mx_operand(rng, 255, 128)
+    x_byte, w_byte = np.full((8, 4), 254, np.uint8), np.arange(255, dtype=np.uint8)[:, None].repeat(4, 1)
+    x_byte[4:] = 127
+    ref = oracle.mx_dequant(np.asarray(x.values_NK), x_byte) @ oracle.mx_dequant(np.asarray(w.values_NK), w_byte).T
+    size = np.abs(np.asarray(x.values_NK, np.float64)) @ np.abs(np.asarray(w.values_NK, np.float64)).T
+    size = np.ldexp(size, x_byte[:, :1].astype(np.int32) + w_byte[:, 0].astype(np.int32) - 254)
+    x, w = MxScaled(x.values_NK, jnp.asarray(x_byte)), MxScaled(w.values_NK, jnp.asarray(w_byte))
+    y = np.asarray(pk.mx_matmul(x, w, out_dtype=jnp.float32, backend="mosaic"), np.float64)
+    fits = (size < 2.0**127) & (size > 2.0**-100)
+    assert fits[:4, 0].all()
+    assert (np.abs(y - ref) <= oracle.ADVERSARIAL.bound * size)[fits].all()
+    x = MxScaled(x.values_NK.at[5].set(0), x.scale_NKb.at[5, 2].set(255))
+    y = np.asarray(pk.mx_matmul(x, w, out_dtype=jnp.float32, backend="mosaic"))
+    assert np.isnan(y[5]).all() and not np.isnan(y[:4, :100]).any()
 
 
 @pytest.mark.parametrize("M", [1, 5, 64, 65, 200])

@@ -1,0 +1,81 @@
+"""Tile choices of the Hopper kernel: a frozen Config, one function that says what it needs, one that picks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..block_scaled_matmul.config import NUM_SMS, SHARED_BYTES, owners_of
+from ..types import MX_BLOCK
+
+TILE_N = 64
+"""Weight rows of a block: the row side of one wgmma."""
+STEP = 128
+"""Columns of K of one step of the ring."""
+BLOCKS_PER_STEP = STEP // MX_BLOCK
+SCALE_COLUMNS = 32
+"""The scales of a step, 4 rows of bytes, must be a multiple of 128 bytes: this many tokens or a multiple."""
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """How one matmul is cut.
+
+    splits: blocks of one cluster that share the K of one tile (at most 8) and add up their parts.
+    stages: depth of the ring of 128-wide K steps in shared memory.
+    together: products of 32 columns (1, 2 or 4) that the tensor core makes before their sums are scaled.
+    """
+
+    splits: int = 1
+    stages: int = 4
+    together: int = 2
+
+
+def scale_columns_of(M: int) -> int:
+    """Tokens whose scales one step copies: M rounded up to 32."""
+    return -(-M // SCALE_COLUMNS) * SCALE_COLUMNS
+
+
+def shared_bytes(config: Config, M: int) -> int:
+    """Shared memory of one block, bytes (barriers and alignment left out)."""
+    ring = config.stages * ((TILE_N + M) * STEP + BLOCKS_PER_STEP * (TILE_N + scale_columns_of(M)))
+    share = M // owners_of(config.splits, M)
+    pushed = config.splits * TILE_N * share * 4 if config.splits > 1 else 0
+    return ring + pushed + TILE_N * share * 4
+
+
+def can_run(config: Config, M: int, N: int, K: int) -> str | None:
+    """None when the kernel can run x (M, K) with a prepared weight (N, K), else the reason. M as padded to 8."""
+    if M % 8 or not 8 <= M <= 128:
+        return f"M = {M} rows a tile is not a multiple of 8 from 8 to 128"
+    if N % TILE_N:
+        return f"N = {N} is not a multiple of {TILE_N}; prepare_weights pads"
+    if K % STEP:
+        return f"K = {K} is not a multiple of {STEP}, the width of a step"
+    if not 1 <= config.splits <= min(8, K // STEP):
+        return f"splits = {config.splits} is not in 1 ... {min(8, K // STEP)}: a cluster has 8 blocks, K = {K}"
+    if config.together not in (1, 2, 4):
+        return f"together = {config.together} is not 1, 2 or 4: a step has {BLOCKS_PER_STEP} blocks of {MX_BLOCK}"
+    if config.stages < 1:
+        return f"stages = {config.stages} must be at least 1"
+    if (used := shared_bytes(config, M)) > SHARED_BYTES - 4096:
+        return f"{config} needs {used} bytes of shared memory, more than {SHARED_BYTES - 4096}"
+    return None
+
+
+def default_config(M: int, N: int, K: int) -> Config:
+    """Blocks for two waves, as block_scaled_matmul cuts; as many products together as registers allow."""
+    splits = next((s for s in (1, 2, 4) if N // TILE_N * s >= 2 * NUM_SMS), 8)
+    splits = max(1, min(splits, K // STEP // 2))
+    return Config(splits, max(1, min(3 if M > 32 else 4, K // STEP // splits)), 4 if M <= 32 else 2)
+
+
+def configs_to_try(M: int, N: int, K: int) -> list[Config]:
+    """What the tuner times: splits that make half a wave to eight waves of blocks, shallow rings and deeper ones."""
+    found = [
+        Config(splits, stages, together)
+        for splits in (1, 2, 3, 4, 6, 8)
+        if NUM_SMS // 2 <= N // TILE_N * splits <= 8 * NUM_SMS
+        for stages in (2, 3, 4)
+        for together in (1, 2, 4)
+    ]
+    return [c for c in found if c.stages <= K // STEP // c.splits and can_run(c, M, N, K) is None]
