@@ -144,7 +144,9 @@ def gate(
     model: Annotated[Path | None, typer.Option(help="Model folder", show_default="minnow, which ships")] = None,
     policy: Annotated[
         list[str] | None,
-        typer.Option(help="Precision compared with the baseline; may be repeated", show_default="six of them"),
+        typer.Option(
+            help="Precision compared with the baseline; may be repeated", show_default="bf16, fp8, mxfp8 by module"
+        ),
     ] = None,
     texts: Annotated[int, typer.Option(help="Held-out prompts to speak, 1 to 160")] = 24,
     out: Annotated[Path | None, typer.Option(help="JSON file to write")] = None,
@@ -193,16 +195,18 @@ def gate(
 
 @app.command()
 def report(
-    docs: Annotated[Path | None, typer.Option(help="Page whose marked part is rewritten: docs/benchmarks.md")] = None,
+    docs: Annotated[
+        list[Path] | None, typer.Option(help="Page whose marked parts are rewritten: docs/benchmarks.md; repeatable")
+    ] = None,
     plots: Annotated[Path | None, typer.Option(help="Folder for PNGs; needs matplotlib (extra: bench)")] = None,
 ) -> None:
-    """Print the frozen figures as markdown; rewrite the page that quotes them; draw time against floor."""
+    """Print the frozen figures as markdown; rewrite pages that quote them; draw time against floor."""
     from . import report as reports
 
-    print(reports.markdown())
-    if docs:
-        docs.write_text(reports.rewrite(docs.read_text(), reports.markdown()))
-        _say(f"rewritten: {docs}")
+    print(f"{reports.kernels_markdown()}\n\n{reports.gate_markdown()}")
+    for page in docs or ():
+        page.write_text(reports.rewrite(page.read_text()))
+        _say(f"rewritten: {page}")
     if plots:
         if importlib.util.find_spec("matplotlib") is None:
             raise InvalidRequest("--plots needs matplotlib: pip install 'fishjax[bench]'")

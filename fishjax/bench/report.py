@@ -1,17 +1,19 @@
-"""Tables and plots from the frozen figures: what docs/benchmarks.md quotes."""
+"""Tables and plots from the frozen figures: what pages quote between markers."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 from .cases import OPS, PEERS
+from .gate.tables import gate_table, voice_sentence, voice_table
 
 BASELINES = Path(__file__).parent / "baselines"
 PUBLISHED = Path(__file__).parent / "published.json"
-BEGIN, END = "<!-- kernels: written by python -m fishjax.bench report -->", "<!-- kernels: end -->"
+VOICE_DEVICE = "cpu"
+"""The card of the voice quotes what is measured there: everybody can measure it again."""
 
 
 def kernel_tables(document: dict[str, Any]) -> str:
@@ -76,8 +78,8 @@ def published_table() -> str:
     return f"Published by {data['source']} ({data['setup']}); not measured by us.\n\n" + "\n".join(lines)
 
 
-def markdown(folder: Path = BASELINES) -> str:
-    """Everything between the markers of docs/benchmarks.md."""
+def kernels_markdown(folder: Path = BASELINES) -> str:
+    """Frozen kernel times of every device, and those that others have published."""
     parts = []
     for path in sorted(folder.glob("*/kernels.json")):
         document = json.loads(path.read_text())
@@ -91,23 +93,60 @@ def markdown(folder: Path = BASELINES) -> str:
 
 def _origin(header: dict[str, Any]) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in header["versions"].items())
-    gpu = ", ".join(f"{name} {value}" for name, value in (header["gpu"] or {}).items())
+    gpu = "".join(f"; {name} {value}" for name, value in (header["gpu"] or {}).items())
     notes = "".join(f" {note}." for note in header["notes"])
-    seen = f"{header['date']}, commit {header['commit']}; {versions}; {gpu}."
-    return f"{seen}\n\n{header['method']}{notes}\n\nFloor: {header['floor']}."
+    floor = f"\n\nFloor: {header['floor']}." if "floor" in header else ""
+    return f"{header['date']}, commit {header['commit']}; {versions}{gpu}.\n\n{header['method']}{notes}{floor}"
 
 
-def rewrite(text: str, inner: str) -> str:
-    """`text` with what lies between the markers replaced.
+def gate_markdown(folder: Path = BASELINES) -> str:
+    """Frozen figures of the gate of every device."""
+    documents = [json.loads(path.read_text()) for path in sorted(folder.glob("*/gate.json"))]
+    parts = [
+        f"## Gate on {document['header']['device']}: {document['model']}, {document['rows'][0]['num_texts']} texts\n\n"
+        f"{_origin(document['header'])}\n\n{gate_table(document)}"
+        for document in documents
+    ]
+    return "\n\n".join(parts) or "## Gate\n\nNo figures are frozen yet."
+
+
+def _voice() -> dict[str, Any]:
+    return json.loads((BASELINES / VOICE_DEVICE / "gate.json").read_text())
+
+
+PARTS: dict[str, Callable[[], str]] = {
+    "kernels": kernels_markdown,
+    "gate": gate_markdown,
+    "voice": lambda: voice_table(_voice()),
+    "voice in a sentence": lambda: voice_sentence(_voice()),
+}
+"""What stands between the markers of a page, by their name."""
+
+
+def rewrite(text: str) -> str:
+    """`text` with every part that it marks written anew.
 
     Raises:
-      ValueError: the markers are not there.
+      ValueError: it marks none, or marks the beginning of one and not its end.
     """
-    before, begin, rest = text.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not begin or not end:
-        raise ValueError(f"the page lacks the markers {BEGIN!r} and {END!r}")
-    return f"{before}{BEGIN}\n\n{inner}\n\n{END}{after}"
+    marked = [name for name in PARTS if _begin(name) in text]
+    if not marked:
+        raise ValueError(f"the page lacks markers such as {_begin('gate')!r}")
+    for name in marked:
+        before, _, rest = text.partition(_begin(name))
+        _, end, after = rest.partition(_end(name))
+        if not end:
+            raise ValueError(f"the page lacks the marker {_end(name)!r}")
+        text = f"{before}{_begin(name)}\n\n{PARTS[name]()}\n\n{_end(name)}{after}"
+    return text
+
+
+def _begin(name: str) -> str:
+    return f"<!-- {name}: written by python -m fishjax.bench report -->"
+
+
+def _end(name: str) -> str:
+    return f"<!-- {name}: end -->"
 
 
 def write_plots(folder: Path, baselines: Path = BASELINES) -> list[Path]:

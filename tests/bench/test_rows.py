@@ -171,7 +171,7 @@ def test_tables_say_what_was_measured(results):
 def test_markdown_and_plots_from_a_baseline(results, tmp_path):
     (tmp_path / "nvidia-h200").mkdir()
     (tmp_path / "nvidia-h200" / "kernels.json").write_text(json.dumps(document(results)))
-    text = report.markdown(tmp_path)
+    text = report.kernels_markdown(tmp_path)
     assert "## Kernels on nvidia-h200" in text and "4.48 TB/s" in text and "not measured by us" in text
     paths = report.write_plots(tmp_path, tmp_path)
     assert {p.name for p in paths} == {f"nvidia-h200-{op}.png" for op in cases.OPS}
@@ -180,12 +180,12 @@ def test_markdown_and_plots_from_a_baseline(results, tmp_path):
 
 def test_the_page_quotes_the_frozen_figures():
     page = Path(__file__).parents[2] / "docs" / "benchmarks.md"
-    assert report.rewrite(page.read_text(), report.markdown()) == page.read_text()
+    assert report.rewrite(page.read_text()) == page.read_text()
 
 
 def test_a_page_without_markers_is_refused():
     with pytest.raises(ValueError, match="markers"):
-        report.rewrite("nothing", "x")
+        report.rewrite("nothing")
 
 
 def test_frozen_files_pass_the_check():

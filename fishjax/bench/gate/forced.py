@@ -13,6 +13,7 @@ from fishjax.model.cache import init_cache
 from fishjax.model.dual_ar import DualAR, slice_head
 from fishjax.text.prompt import Prompter
 from fishjax.weights.model_folder import LoadedModel
+from fishjax.weights.prepare import prepared_weight
 from fishjax.weights.quantize import quantize_head
 
 from .speak import Spoken
@@ -35,7 +36,7 @@ def forced_logits(loaded: LoadedModel, prompter: Prompter, spoken: Sequence[Spok
         hidden_BTD, _ = model.slow.extend(x_BTD, jnp.zeros(_ROWS, jnp.int32), cache)
         return model.slow.logits(hidden_BTD, head_NK).astype(jnp.float32)
 
-    head_NK = quantize_head(slice_head(loaded.dual_ar, prompter.tokenizer.im_end_id), precision.head)
+    head_NK = prepared_weight(quantize_head(slice_head(loaded.dual_ar, prompter.tokenizer.im_end_id), precision.head))
     run = bind(loaded.dual_ar, logits_of, first=(head_NK,))
     found: list[np.ndarray] = []
     for first in range(0, len(spoken), _ROWS):

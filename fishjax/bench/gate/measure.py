@@ -61,7 +61,7 @@ class Measured:
 
 def default_policies() -> list[str]:
     """What is compared with the baseline when nothing is named."""
-    policies = ["slow=fp8", "slow=fp8,fast=fp8", "head=fp8", "kv=fp8", "mxfp8"]
+    policies = ["slow=fp8", "slow=fp8,fast=fp8", "head=fp8", "kv=fp8", "slow=mxfp8", "mxfp8"]
     return policies if Precision.default().slow == "bf16" else ["bf16", *policies]
 
 
