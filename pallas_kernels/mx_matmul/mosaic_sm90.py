@@ -137,6 +137,7 @@ def _call(x_MK, x_scale_KbM, weight: MxScaled, out_dtype, tile_m: int, config: C
 
             @pl.when(i + stages < steps)
             def _refill():
+                plgpu.commit_smem()  # every warp has read the slot's scales
                 fetch(i + stages, slot)
 
             return total
