@@ -6,6 +6,7 @@ The two public layouts (flat "dual_ar" of S1, nested "fish_qwen3_omni" of S2) bo
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 from collections.abc import Callable, Mapping
@@ -156,6 +157,26 @@ class ModelConfig:
             norm_fastlayer_input=get("norm_fastlayer_input"),
             prompt_layout=layout,
         )
+
+
+def s2_pro(num_layers: int = 36) -> ModelConfig:
+    """Shapes of S2-Pro, whose codec is `CodecConfig()`; fewer slow layers make a smaller model of the same widths."""
+    slow = TransformerConfig(
+        num_layers, 2560, num_heads=32, num_kv_heads=8, head_dim=128, ffn_dim=9728, rope_base=1e6, norm_eps=1e-6,
+        qk_norm=True,
+    )  # fmt: skip
+    return ModelConfig(
+        slow=slow,
+        fast=dataclasses.replace(slow, num_layers=4, qk_norm=False),
+        vocab_size=155776,
+        num_codebooks=10,
+        codebook_size=4096,
+        semantic_begin_id=151678,
+        semantic_end_id=155773,
+        max_seq_len=32768,
+        scale_codebook_embeddings=True,
+        norm_fastlayer_input=True,
+    )
 
 
 @dataclass(frozen=True, slots=True)

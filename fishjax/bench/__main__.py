@@ -15,7 +15,7 @@ from fishjax.errors import FishjaxError, InvalidRequest
 
 if TYPE_CHECKING:
     from .cases import Case
-    from .kernels import Run
+    from .run import Run
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help="Measurements.")
 BASELINES = Path(__file__).parent / "baselines"
@@ -53,8 +53,8 @@ def kernels(
 ) -> None:
     """Time the ops at S2-Pro's shapes against the memory floor, XLA and torch."""
     from . import cases as grid_of
+    from . import kernels as suite
     from . import ops
-    from .kernels import Run, default_workers, make_document, make_tasks
 
     if check:
         _check(out, freeze)
@@ -67,7 +67,7 @@ def kernels(
             ops.check_fields(case.op, fields)
     if freeze and {case.key for case in chosen} != {case.key for case in grid_of.grid()}:
         raise InvalidRequest("--freeze takes the whole grid: leave the filters out")
-    run = Run(out, workers or default_workers(), budget)
+    run = suite.start(out, workers or suite.default_workers(), budget)
     if tune:
         _tune(run, chosen, out)
         return
@@ -75,8 +75,8 @@ def kernels(
     if not run.on_gpu:
         _say("no GPU was found: the reference back end runs a few small cases, and nothing is frozen")
         chosen, backend, fields, freeze = grid_of.tiny_grid(), "reference", None, False
-    results = run.measure(make_tasks(chosen, {"backend": backend, "config": fields}, peers))
-    document = make_document(run.header(), chosen, results, backend)
+    results = suite.measure(run, suite.make_tasks(chosen, {"backend": backend, "config": fields}, peers))
+    document = suite.make_document(suite.header_of(run), chosen, results, backend)
     if out:
         out.write_text(json.dumps(document, indent=1) + "\n")
     _print_table(document)
@@ -89,17 +89,18 @@ def kernels(
 
 
 def _tune(run: Run, chosen: list[Case], out: Path | None) -> None:
+    from . import kernels as suite
     from . import tune
 
     if not run.on_gpu:
         raise InvalidRequest("--tune needs a GPU, and none was found")
-    results = run.measure(tune.make_tasks(chosen))
+    results = suite.measure(run, tune.make_tasks(chosen))
     choices = tune.choose(results)
     _say(tune.table(results))
     for path in tune.write(choices, run.hello["device"]):
         _say(f"written: {path}")
     if out:
-        out.write_text(json.dumps({"header": run.header(), "tuned": choices}, indent=1) + "\n")
+        out.write_text(json.dumps({"header": suite.header_of(run), "tuned": choices}, indent=1) + "\n")
 
 
 def _freeze(document: dict) -> None:

@@ -12,6 +12,7 @@ from jax.experimental.mosaic.gpu import profiler
 from .timing import Plan
 
 Call = Callable[[Any, Any], jax.Array]
+NO_CUPTI = "CUPTI needs an NVIDIA GPU"
 
 
 def chain(call: Call, plan: Plan, x_like: Any, w_like: Any) -> Callable[..., tuple[jax.Array, jax.Array]]:
@@ -56,7 +57,7 @@ def kernel_us(
 ) -> tuple[float | None, str | None]:
     """Device time of all kernels of one replay over its calls, or None and why there is none."""
     if jax.default_backend() != "gpu":
-        return None, "CUPTI needs an NVIDIA GPU"
+        return None, NO_CUPTI
     try:
         _, milliseconds = profiler.measure(compiled)(*arguments)
     except RuntimeError as error:

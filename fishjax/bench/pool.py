@@ -17,17 +17,15 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
-from .cases import Case
-
 LIMITS_S = {"start": 120.0, "compile": 180.0, "wait": 600.0, "run": 40.0}
 """How long a worker may stay in a stage. "run" is the one that holds the GPU."""
 
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """One measurement of one case: the op's kernel or a peer. kind: which sort of worker takes it."""
+    """One measurement of one case (a dataclass of plain data with a `key`). kind: which sort of worker takes it."""
 
-    case: Case
+    case: Any
     part: str
     kind: str
     options: dict[str, Any] = field(default_factory=dict)
@@ -105,11 +103,22 @@ class Worker:
 
 
 class Pool:
-    """Some workers of one kind, started when there is work, one thread each."""
+    """Some workers of one kind, started when there is work, one thread each.
 
-    def __init__(self, kind: str, lock_path: Path, log: IO[bytes], command: list[str] | None = None, limits_s=LIMITS_S):
+    `fresh`: every batch has a process of its own, which finds the device's memory empty and leaves it so.
+    """
+
+    def __init__(
+        self,
+        kind: str,
+        lock_path: Path,
+        log: IO[bytes],
+        command: list[str] | None = None,
+        limits_s: dict[str, float] = LIMITS_S,
+        fresh: bool = False,
+    ):
         self._command = command or [sys.executable, "-m", "fishjax.bench.worker", kind, str(lock_path)]
-        self._log, self._limits_s = log, limits_s
+        self._log, self._limits_s, self._fresh = log, limits_s, fresh
         self._alive: set[Worker] = set()
         self._idle: list[Worker] = []
         self._guard = threading.Lock()
@@ -154,6 +163,9 @@ class Pool:
                 except WorkerDied as error:
                     worker, result = None, {"reason": str(error), "failed": True}
                 done(task, result)
+            if self._fresh and worker:
+                worker.kill()
+                worker = None
         if worker:
             self.give_back(worker)
 

@@ -14,8 +14,7 @@ from . import ops
 from .cases import Case, tuned_key
 from .inputs import tolerance
 from .pool import Task
-
-Result = tuple[Task, dict[str, Any]]
+from .run import Result
 
 
 def tunable(cases: Iterable[Case]) -> list[Case]:

@@ -1,7 +1,7 @@
 """A worker process: takes measurements one by one from stdin, answers each on stdout, both one JSON object a line.
 
 Between the two it tells its stage ("compile", "wait", "run"), so that the parent can end it when it hangs. Everything
-that touches the GPU happens while the lock is held: one process at a time. stdout belongs to this protocol; what
+that is timed happens while the lock is held: one process at a time has the GPU. stdout belongs to this protocol; what
 libraries print there goes to stderr.
 """
 
@@ -13,11 +13,9 @@ import json
 import os
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any
-
-from .cases import Case
 
 _ALL_CORES = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set()
 RESERVED_CORES = 2
@@ -36,17 +34,37 @@ def _settle(measuring: bool) -> None:
 
 
 class GpuLock:
-    """An exclusive lock between processes, let go by the kernel when its holder dies."""
+    """A lock between processes, let go by the kernel when its holder dies: exclusive for who measures.
+
+    Who waits for it lets nobody past: a second lock is a turnstile, without which those who share it, coming and going,
+    could keep the others out.
+    """
 
     def __init__(self, path: Path, tell: Callable[[str], None]):
         self._file = path.open("w")
+        self._turnstile = path.with_name(path.name + ".turnstile").open("w")
         self._tell = tell
 
     def __enter__(self) -> None:
-        self._tell("wait")
-        fcntl.flock(self._file, fcntl.LOCK_EX)
+        self._take(fcntl.LOCK_EX)
         _settle(measuring=True)
         self._tell("run")
+
+    @contextlib.contextmanager
+    def shared(self) -> Iterator[None]:
+        """Together with others who use the GPU and measure nothing."""
+        self._take(fcntl.LOCK_SH)
+        self._tell("compile")
+        try:
+            yield
+        finally:
+            fcntl.flock(self._file, fcntl.LOCK_UN)
+
+    def _take(self, kind: int) -> None:
+        self._tell("wait")
+        fcntl.flock(self._turnstile, fcntl.LOCK_EX)
+        fcntl.flock(self._file, kind)
+        fcntl.flock(self._turnstile, fcntl.LOCK_UN)
 
     def __exit__(self, *_: object) -> None:
         fcntl.flock(self._file, fcntl.LOCK_UN)
@@ -54,8 +72,11 @@ class GpuLock:
         self._tell("compile")
 
 
-def serve(hello: dict[str, Any], measure: Callable[..., dict[str, Any]], lock_path: Path, out: IO[str]) -> int:
-    """Answer measurements until stdin ends; returns the exit code, 1 when the process is no longer fit to go on."""
+def serve(side: Any, lock_path: Path, out: IO[str]) -> int:
+    """Answer measurements until stdin ends; returns the exit code, 1 when the process is no longer fit to go on.
+
+    `side` is the module that measures: `hello()`, `Case` and `measure(case, part, options, lock)`.
+    """
 
     def say(message: dict[str, Any]) -> None:
         out.write(json.dumps(message) + "\n")
@@ -63,12 +84,12 @@ def serve(hello: dict[str, Any], measure: Callable[..., dict[str, Any]], lock_pa
 
     _settle(measuring=False)
     lock = GpuLock(lock_path, lambda stage: say({"stage": stage}))
-    say({"hello": hello})
+    say({"hello": side.hello()})
     for line in sys.stdin:
         task = json.loads(line)
         say({"stage": "compile"})
         try:
-            result = measure(Case(**task["case"]), task["part"], task["options"], lock)
+            result = side.measure(side.Case(**task["case"]), task["part"], task["options"], lock)
         except NotImplementedError as error:
             result = {"reason": str(error)}
         except Exception as error:  # whatever it was, it is the result of this measurement
@@ -86,15 +107,17 @@ def _first_line(error: Exception) -> str:
 
 
 def main() -> int:
-    """`python -m fishjax.bench.worker {jax,torch} LOCK_FILE`."""
+    """`python -m fishjax.bench.worker {jax,torch,step} LOCK_FILE`."""
     kind, lock_path = sys.argv[1], Path(sys.argv[2])
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     if kind == "torch":
         from . import peers_torch as side
+    elif kind == "step":
+        from .step import measure as side
     else:
         from . import measure_jax as side
-    return serve(side.hello(), side.measure, lock_path, out)
+    return serve(side, lock_path, out)
 
 
 if __name__ == "__main__":

@@ -36,9 +36,12 @@ class CodecStreamState:
 
 
 def init_stream(codec: Codec, batch: int, max_frames: int) -> CodecStreamState:
-    """`batch` streams at silence, in the codec's own type; none may be longer than `max_frames`."""
+    """`batch` streams at silence, in the codec's own type; none may be longer than `max_frames`.
+
+    Of `codec` only shapes and types are read: it may be abstract.
+    """
     quantizer = codec.quantizer
-    dtype = quantizer.post_module.norm.weight[...].dtype
+    dtype = quantizer.post_module.norm.weight.dtype
     return CodecStreamState(
         position_B=jnp.zeros((batch,), jnp.int32),
         rings=quantizer.post_module.empty_kv(batch, dtype),

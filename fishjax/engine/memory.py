@@ -12,8 +12,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+from flax import nnx
 
+from fishjax.codec import Codec
+from fishjax.codec.stream import init_stream
+from fishjax.engine.state import new_state
 from fishjax.errors import InvalidRequest
+from fishjax.model.cache import init_cache
+from fishjax.model.dual_ar import DualAR
 
 _MIB = 2**20
 
@@ -44,6 +50,19 @@ class MemoryPlan:
                 f"the device gives {limit / _MIB:.1f} MiB, and this server needs {self}: "
                 "start it with fewer --slots, a shorter --max-len or a smaller --precision"
             )
+
+
+def plan(model: DualAR, codec: Codec, head_NK: Any, *, num_slots: int, max_len: int, kv_dtype: Any) -> MemoryPlan:
+    """What an engine of these parts keeps; they may be abstract. Nothing is allocated."""
+    config = model.config
+    row = described(lambda: (init_cache(config, 1, max_len, kv_dtype), init_stream(codec, 1, max_len)))
+    return MemoryPlan(
+        weights=num_bytes((nnx.state(model), nnx.state(codec), head_NK)),
+        slots=described(lambda: new_state(config, num_slots, max_len, kv_dtype)),
+        sound=described(lambda: init_stream(codec, num_slots, max_len)),
+        # An empty row, one that is being read, and one for each slot whose request is taken out of it.
+        moving=row * (num_slots + 2),
+    )
 
 
 def num_bytes(tree: Any) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -49,11 +50,11 @@ class DecodeState:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class StepInputs:
-    """Per slot: make a frame, start the codec from silence, or be emptied."""
+    """Per slot, bool, of NumPy or of JAX: make a frame, start the codec from silence, or be emptied."""
 
-    run_B: jax.Array
-    reset_B: jax.Array
-    cancel_B: jax.Array
+    run_B: Any
+    reset_B: Any
+    cancel_B: Any
 
 
 @jax.tree_util.register_dataclass

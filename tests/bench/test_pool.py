@@ -79,12 +79,12 @@ def test_the_lock_excludes_and_tells_its_stages(tmp_path):
 
 
 def test_a_real_worker_measures_and_journals(tmp_path):
-    run = kernels.Run(tmp_path / "out.json", 1, 200.0)
+    run = kernels.start(tmp_path / "out.json", 1, 200.0)
     chosen = [case(8)]
     tasks = kernels.make_tasks(chosen, {"backend": "reference", "config": None}, peers=False)
     refused = [[Task(case(16), "kernel", "jax", {"backend": "mosaic", "config": None})]]
-    results = run.measure(tasks + refused)
-    document = kernels.make_document(run.header(), chosen, results, "reference")
+    results = kernels.measure(run, tasks + refused)
+    document = kernels.make_document(kernels.header_of(run), chosen, results, "reference")
     (row,) = document["rows"]
     assert row["correct"] and row["host_us"] > 0 and row["rel_err"] < row["tolerance"]
     assert row["kernel_us"] is None and "CUPTI" in document["header"]["notes"][0]

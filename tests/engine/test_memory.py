@@ -53,9 +53,9 @@ def test_too_little_memory_is_an_error_that_names_the_numbers(golden_model, gold
         return Engine(golden_model, golden_codec, im_end_id=IM_END, num_slots=2, max_len=64)
 
     needed = engine().memory.total
-    monkeypatch.setattr("fishjax.engine.engine.device_limit", lambda: needed)
+    monkeypatch.setattr("fishjax.engine.memory.device_limit", lambda: needed)
     assert engine().memory.total == needed
-    monkeypatch.setattr("fishjax.engine.engine.device_limit", lambda: needed - 1)
+    monkeypatch.setattr("fishjax.engine.memory.device_limit", lambda: needed - 1)
     before = live_bytes()
     with pytest.raises(InvalidRequest, match=r"gives \d+\.\d MiB.*needs \d+\.\d MiB.*fewer --slots"):
         engine()

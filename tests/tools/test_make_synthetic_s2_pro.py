@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from fishjax.config import CodecConfig, ModelConfig
+from fishjax.config import CodecConfig, ModelConfig, s2_pro
 from fishjax.text.tokenizer import Tokenizer
 from fishjax.weights.load import public_shapes
 
@@ -28,7 +28,8 @@ def tool():
 def test_it_has_the_published_shapes(tool, golden):
     published = ModelConfig.from_file(golden / "dualar_real" / "s2_pro_config.json")
     ours = ModelConfig.from_dict(tool.model_config())
-    assert ours == published
+    assert ours == published == s2_pro()
+    assert ModelConfig.from_dict(tool.model_config(2)) == s2_pro(2)
     assert sum(int(np.prod(shape)) for shape in public_shapes(ours).values()) == 4_561_852_416
     assert CodecConfig.from_dict(tool._CODEC_CONFIG) == CodecConfig()
 
