@@ -7,7 +7,6 @@ the closed vocabulary in any order: nothing tells it that a colour comes before 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
 
 import numpy as np
 from scipy import signal
@@ -28,10 +27,16 @@ def word_errors(wanted: Sequence[str], heard: Sequence[str]) -> int:
     return row[-1]
 
 
-@cache
-def _decoder():
+def hear(audio_T: np.ndarray, rate_hz: int) -> str:
+    """What pocketsphinx hears in float audio (-1 to 1, mono): words of the closed vocabulary, "" for nothing."""
     import pocketsphinx
 
+    common = int(np.gcd(rate_hz, _JUDGE_RATE_HZ))
+    audio = signal.resample_poly(np.asarray(audio_T, np.float32), _JUDGE_RATE_HZ // common, rate_hz // common)
+    # Silence on both sides: the recogniser needs a little of it to settle.
+    audio = np.pad(audio, _JUDGE_RATE_HZ // 5)
+    pcm = (np.clip(audio, -1, 1) * 32767).astype(np.int16)
+    # A new one each time (0.15 s): one that has heard something hears the next sound a little differently.
     decoder = pocketsphinx.Decoder(
         hmm=pocketsphinx.get_model_path("en-us/en-us"),
         dict=pocketsphinx.get_model_path("en-us/cmudict-en-us.dict"),
@@ -40,17 +45,6 @@ def _decoder():
     )
     decoder.add_jsgf_string("closed", GRAMMAR)
     decoder.activate_search("closed")
-    return decoder
-
-
-def hear(audio_T: np.ndarray, rate_hz: int) -> str:
-    """What pocketsphinx hears in float audio (-1 to 1, mono): words of the closed vocabulary, "" for nothing."""
-    common = int(np.gcd(rate_hz, _JUDGE_RATE_HZ))
-    audio = signal.resample_poly(np.asarray(audio_T, np.float32), _JUDGE_RATE_HZ // common, rate_hz // common)
-    # Silence on both sides: the recogniser needs a little of it to settle.
-    audio = np.pad(audio, _JUDGE_RATE_HZ // 5)
-    pcm = (np.clip(audio, -1, 1) * 32767).astype(np.int16)
-    decoder = _decoder()
     decoder.start_utt()
     decoder.process_raw(pcm.tobytes(), no_search=False, full_utt=True)
     decoder.end_utt()

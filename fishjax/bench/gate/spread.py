@@ -72,6 +72,6 @@ def _times(array, factors: np.ndarray):
 
 
 def _powers(rng: np.random.Generator, size: int) -> np.ndarray:
-    """A power of two for each block of 128 entries, one an entry."""
-    exponents = rng.integers(-_LARGEST, _LARGEST + 1, -(-size // BLOCK))
+    """A power of two for each block of 128 entries, one an entry: evenly from 2^-4 to 2^4, in a random order."""
+    exponents = rng.permutation(np.rint(np.linspace(-_LARGEST, _LARGEST, -(-size // BLOCK))))
     return np.repeat(2.0**exponents, BLOCK)[:size]
