@@ -13,6 +13,8 @@ import typer
 
 from fishjax.errors import FishjaxError, InvalidRequest
 
+from .step.command import step
+
 if TYPE_CHECKING:
     from .cases import Case
     from .run import Run
@@ -192,6 +194,9 @@ def gate(
         print(json.dumps(document))
     if found:
         raise typer.Exit(1)
+
+
+app.command()(step)
 
 
 @app.command()

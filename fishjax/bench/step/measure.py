@@ -1,0 +1,132 @@
+"""One measurement of a case in a worker process of its own: the engine's step, XLA's, or the parts of the engine's.
+
+Tracing and lowering use no GPU. Weights are made and programs compiled (XLA's autotuner runs candidates) while the lock
+is shared, so that cases compile side by side; what is timed has the GPU alone.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+import jax
+import numpy as np
+
+from ..measure_jax import hello
+from . import parts
+from .cases import StepCase as Case
+from .floor import floor_ms
+from .rig import EngineRun, Filled, PeerRun, Rig, SoundRun, steady_ms
+
+NUM_STEPS, ALONE_STEPS = 256, 64
+
+__all__ = ["Case", "hello", "measure"]
+
+
+class Lock(Protocol):
+    """Of the GPU between processes."""
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def shared(self) -> AbstractContextManager[None]:
+        """With others that compile, while nobody measures."""
+        ...
+
+
+_filled: dict[str, Filled] = {}
+"""The weights of this process' case: its second measurement finds them here."""
+
+
+class _Compiles:
+    """Counts the programs that XLA compiles."""
+
+    def __init__(self):
+        self.count = 0
+        jax.monitoring.register_event_duration_secs_listener(self)
+
+    def __call__(self, event: str, duration_secs: float, **_: object) -> None:
+        if event == "/jax/core/compile/backend_compile_duration":
+            self.count += 1
+
+
+def measure(case: Case, part: str, options: dict[str, Any], lock: Lock) -> dict[str, Any]:
+    """The fields that this part adds to a row. part: "engine", "peer" or "parts"."""
+    del options
+    started = time.perf_counter()
+    rig = Rig(case)
+    if part == "peer":
+        return _measure_peer(rig, lock)
+    (decode, decode_args), (sound, sound_args) = rig.decode(), rig.sound()
+    lowered = [decode.func.lower(*decode.args, *decode_args), sound.func.lower(*sound.args, *sound_args)]
+    variants = parts.lower(rig) if part == "parts" else []
+    lower_s = time.perf_counter() - started
+    with lock.shared():
+        filled, fill_s = _fill(rig)
+        started = time.perf_counter()
+        for one in (*lowered, *(one for _, _, one in variants)):
+            one.compile()
+        compile_s = time.perf_counter() - started
+    with lock:
+        if part == "parts":
+            return parts.measure(rig, filled, decode, sound, variants)
+        result = _measure_engine(rig, filled, decode, sound)
+    return {
+        **result,
+        "predicted_bytes": rig.memory.total - rig.memory.moving,
+        "floor_ms": floor_ms(rig),
+        "setup_s": {"lower": lower_s, "fill": fill_s, "compile": compile_s},
+    }
+
+
+def _fill(rig: Rig) -> tuple[Filled, float]:
+    started = time.perf_counter()
+    if rig.case.key not in _filled:
+        _filled.clear()
+        _filled[rig.case.key] = rig.fill()
+    return _filled[rig.case.key], time.perf_counter() - started
+
+
+def _measure_engine(rig: Rig, filled: Filled, decode: Any, sound: Any) -> dict[str, Any]:
+    run = EngineRun(rig, filled.decode(decode), filled.sound(sound))
+    compiles = _Compiles()
+    steps_ms = steady_ms(run, NUM_STEPS, lambda: setattr(compiles, "count", 0))
+    late = compiles.count
+    memory = _device_memory()
+    del run
+    codec_ms = steady_ms(SoundRun(rig, filled.sound(sound)), ALONE_STEPS)
+    decode_ms = steady_ms(EngineRun(rig, filled.decode(decode), None), ALONE_STEPS)
+    return {
+        **_times(steps_ms),
+        "codec_ms": float(np.median(codec_ms)),
+        "decode_ms": float(np.median(decode_ms)),
+        "compiles": late,
+        **memory,
+    }
+
+
+def _measure_peer(rig: Rig, lock: Lock) -> dict[str, Any]:
+    peer, arguments = rig.peer()
+    lowered = peer.func.lower(*peer.args, *arguments)
+    with lock.shared():
+        filled, _ = _fill(rig)
+        lowered.compile()
+    with lock:
+        return _times(steady_ms(PeerRun(rig, filled.peer(peer)), NUM_STEPS))
+
+
+def _times(steps_ms: np.ndarray) -> dict[str, Any]:
+    p50, p99 = np.percentile(steps_ms, (50, 99))
+    return {"ms_p50": float(p50), "ms_p99": float(p99), "ms_mean": float(np.mean(steps_ms)), "steps": len(steps_ms)}
+
+
+def _device_memory() -> dict[str, Any]:
+    """Bytes that this process holds on the device now, and held at most; on a CPU what JAX's arrays hold."""
+    gc.collect()
+    stats = jax.local_devices()[0].memory_stats()
+    if stats is None:
+        return {"device_bytes": sum(array.nbytes for array in jax.live_arrays()), "peak_bytes": None}
+    return {"device_bytes": stats["bytes_in_use"], "peak_bytes": stats["peak_bytes_in_use"]}

@@ -1,0 +1,236 @@
+"""The engine's two programs of one case, described, lowered, filled with random weights and driven as the loop does.
+
+Until `fill` everything is shapes: a machine without a GPU can lower S2-Pro's step for one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from fishjax.codec.stream import init_stream
+from fishjax.engine import memory, steps
+from fishjax.engine.engine import PendingStep
+from fishjax.engine.sampling_params import SamplingParams
+from fishjax.engine.state import StepInputs, new_state
+from fishjax.model.dual_ar import slice_head
+from fishjax.weights.load_codec import abstract_codec
+from fishjax.weights.prepare import prepared, prepared_weight
+from fishjax.weights.quantize import abstract_model, quantize_head
+
+from .cases import CYCLE, StepCase
+from .peer import Both, PeerState, peer_step
+from .weights import random_like
+
+Program = partial[Any]
+WARM_STEPS = CYCLE
+_SEED = 10_000  # apart by more than the leaves of a tree
+
+
+class Pending(Protocol):
+    """A step on its way."""
+
+    def result(self) -> Any:
+        """Wait for it."""
+
+
+class Rig:
+    """Shapes of a case: model and codec as an engine reads them, head, state, and the memory an engine plans."""
+
+    def __init__(self, case: StepCase):
+        self.case, precision = case, case.precision
+        config, codec_config = case.configs
+        end = case.im_end_id
+        self.model = nnx.eval_shape(prepared, abstract_model(config, precision))
+        self.codec = abstract_codec(codec_config, precision.codec_dtype)
+        self.head = nnx.eval_shape(
+            lambda m: prepared_weight(quantize_head(slice_head(m, end), precision.head)), self.model
+        )
+        kv_dtype = precision.kv_dtype
+        self.state = jax.eval_shape(lambda: new_state(config, case.slots, case.max_len, kv_dtype))
+        self.codec_state = jax.eval_shape(lambda: init_stream(self.codec, case.slots, case.max_len))
+        self.memory = memory.plan(
+            self.model, self.codec, self.head, num_slots=case.slots, max_len=case.max_len, kv_dtype=kv_dtype
+        )
+
+    @property
+    def mask(self) -> jax.ShapeDtypeStruct:
+        """One bool a slot."""
+        return jax.ShapeDtypeStruct((self.case.slots,), bool)
+
+    def decode(self) -> tuple[Program, tuple[Any, ...]]:
+        """The decode step as the engine binds it, and its arguments; all top_k short, as the sampler's defaults are."""
+        bound = steps.bind(self.model, steps.decode_step, donate=(1,), first=(self.head,), short=True)
+        return bound, (self.state, StepInputs(self.mask, self.mask, self.mask))
+
+    def sound(self) -> tuple[Program, tuple[Any, ...]]:
+        """The codec step as the engine binds it, and its arguments."""
+        bound = steps.bind(self.codec, steps.codec_step, donate=(0,))
+        inputs = StepInputs(self.mask, self.mask, self.mask)
+        config = self.case.configs[0]
+        output = jax.eval_shape(
+            lambda: steps.StepOutput(
+                is_end_B=jnp.zeros(self.case.slots, bool),
+                codes_BK=jnp.zeros((self.case.slots, config.num_codebooks), jnp.int32),
+            )
+        )
+        return bound, (self.codec_state, output, inputs)
+
+    def peer(self) -> tuple[Program, tuple[Any, ...]]:
+        """Plain XLA's frame over the same weights (of a bf16 case), and its arguments."""
+        bound = steps.bind(Both(self.model, self.codec), peer_step, donate=(1,), first=(self.head,))
+        cache = self.state.cache
+        state = PeerState(
+            self.state.slots.length_B,
+            self.state.slots.column_BK,
+            tuple(zip(cache.k_BGSd, cache.v_BGSd, strict=True)),
+            self.codec_state,
+        )
+        return bound, (state,)
+
+    def fill(self) -> Filled:
+        """Weights and state on the default device."""
+        trees = (nnx.state(self.model), nnx.state(self.codec), self.head)
+        return jax.block_until_ready(Filled(*(random_like(tree, _SEED * i) for i, tree in enumerate(trees, start=1))))
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Filled:
+    """Arrays of the model, of the codec and of the head, in the order in which `bind` flattens them."""
+
+    model: Any
+    codec: Any
+    head: Any
+
+    def decode(self, bound: Program) -> Program:
+        """The bound decode step over these weights: the same jitted function."""
+        return partial(bound.func, jax.tree.leaves(self.model), self.head)
+
+    def sound(self, bound: Program) -> Program:
+        """The bound codec step over these weights."""
+        return partial(bound.func, jax.tree.leaves(self.codec))
+
+    def peer(self, bound: Program) -> Program:
+        """The bound peer over these weights: its module holds the codec before the model."""
+        return partial(bound.func, jax.tree.leaves({"codec": self.codec, "model": self.model}), self.head)
+
+
+class EngineRun:
+    """The slots in the middle of their requests, stepped as `Engine.step` does."""
+
+    def __init__(self, rig: Rig, decode: Program, sound: Program | None):
+        self._case, self._decode, self._sound = rig.case, decode, sound
+        config = rig.case.configs[0]
+        params = SamplingParams()
+        slots = new_state(config, rig.case.slots, 1, jnp.bfloat16).slots
+        slots = dataclasses.replace(
+            slots,
+            column_BK=jnp.asarray(_frames(rig.case)),
+            seed_B=jnp.arange(rig.case.slots, dtype=jnp.uint32),
+            temperature_B=jnp.full(rig.case.slots, params.temperature, jnp.float32),
+            top_p_B=jnp.full(rig.case.slots, params.top_p, jnp.float32),
+            top_k_B=jnp.full(rig.case.slots, params.top_k, jnp.int32),
+        )
+        self._state = dataclasses.replace(rig.state, slots=slots, cache=random_like(rig.state.cache, 4))
+        self._codec_state = init_stream(rig.codec, rig.case.slots, rig.case.max_len)
+        self._run_B = np.ones(rig.case.slots, bool)
+        self._none_B = np.zeros(rig.case.slots, bool)
+
+    def set_back(self) -> None:
+        """Every slot at the beginning of its cycle; the device does not stop for it."""
+        slots = dataclasses.replace(self._state.slots, length_B=jnp.asarray(self._case.start_B))
+        self._state = dataclasses.replace(self._state, slots=slots)
+
+    def step(self) -> Pending:
+        """Start a step."""
+        inputs = StepInputs(self._run_B, self._none_B, self._none_B)
+        self._state, output = self._decode(self._state, inputs)
+        if self._sound is None:
+            return PendingStep(output, output.codes_BK)
+        self._codec_state, audio_Bs = self._sound(self._codec_state, output, inputs)
+        return PendingStep(output, audio_Bs)
+
+
+class SoundRun:
+    """The codec step alone, on the same codes again and again."""
+
+    def __init__(self, rig: Rig, sound: Program):
+        self._sound = sound
+        self._state = init_stream(rig.codec, rig.case.slots, rig.case.max_len)
+        every_B, none_B = jnp.ones(rig.case.slots, bool), jnp.zeros(rig.case.slots, bool)
+        self._inputs = StepInputs(every_B, none_B, none_B)
+        self._output = steps.StepOutput(is_end_B=none_B, codes_BK=jnp.asarray(_frames(rig.case)[:, 1:]))
+
+    def set_back(self) -> None:
+        """Nothing has a length here."""
+
+    def step(self) -> Pending:
+        """Start a frame."""
+        self._state, audio_Bs = self._sound(self._state, self._output, self._inputs)
+        return PendingStep(self._output, audio_Bs)
+
+
+class PeerRun:
+    """The peer, stepped and read in the same way."""
+
+    def __init__(self, rig: Rig, peer: Program):
+        self._case, self._peer = rig.case, peer
+        cache = random_like(rig.state.cache, 4)
+        self._state = PeerState(
+            jnp.asarray(rig.case.start_B),
+            jnp.asarray(_frames(rig.case)),
+            tuple(zip(cache.k_BGSd, cache.v_BGSd, strict=True)),
+            init_stream(rig.codec, rig.case.slots, rig.case.max_len),
+        )
+        self._none_B = jnp.zeros(rig.case.slots, bool)
+
+    def set_back(self) -> None:
+        """As `EngineRun.set_back`."""
+        self._state = dataclasses.replace(self._state, length_B=jnp.asarray(self._case.start_B))
+
+    def step(self) -> Pending:
+        """Start a step."""
+        self._state, (codes_BK, audio_Bs) = self._peer(self._state)
+        return PendingStep(steps.StepOutput(is_end_B=self._none_B, codes_BK=codes_BK), audio_Bs)
+
+
+def steady_ms(
+    run: EngineRun | SoundRun | PeerRun, num_steps: int, warm: Callable[[], None] = lambda: None
+) -> np.ndarray:
+    """Milliseconds of `num_steps` steps after the warm-up: from one result to the next, each read one step late.
+
+    `warm` is called when the warm-up has ended.
+    """
+    seconds: list[float] = []
+    previous: Pending | None = None
+    for index in range(WARM_STEPS + num_steps + 1):
+        if index % CYCLE == 0:
+            run.set_back()
+        if index == WARM_STEPS:
+            warm()
+        pending = run.step()
+        if previous is not None:
+            previous.result()
+            seconds.append(time.perf_counter())
+        previous = pending
+    if previous is not None:
+        previous.result()
+    return np.diff(seconds)[-num_steps:] * 1e3
+
+
+def _frames(case: StepCase) -> np.ndarray:
+    """One frame a slot as the next column, int32 (B, C+1)."""
+    config, codec = case.configs
+    rng = np.random.default_rng(5)
+    sizes = np.minimum(codec.codebook_sizes, config.codebook_size)
+    codes_BK = rng.integers(0, sizes, (case.slots, config.num_codebooks), dtype=np.int64)
+    return np.concatenate([config.semantic_begin_id + codes_BK[:, :1], codes_BK], axis=1).astype(np.int32)
