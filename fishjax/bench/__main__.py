@@ -13,6 +13,7 @@ import typer
 
 from fishjax.errors import FishjaxError, InvalidRequest
 
+from .serve.command import serve
 from .step.command import step
 
 if TYPE_CHECKING:
@@ -196,6 +197,7 @@ def gate(
         raise typer.Exit(1)
 
 
+app.command()(serve)
 app.command()(step)
 
 

@@ -1,0 +1,172 @@
+"""The command `serve`: options to a suite, figures to files, verdicts to an exit code."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from fishjax.errors import InvalidRequest
+
+BASELINES = Path(__file__).parents[1] / "baselines"
+
+
+def serve(
+    concurrency: Annotated[
+        str | None,
+        typer.Option(help="Closed loops of so many callers: 1,16,64", show_default="1,4 on a CPU, 1,16,64 on a GPU"),
+    ] = None,
+    rate: Annotated[str | None, typer.Option(help="Open loops of so many calls a second: 2,8.5; Poisson")] = None,
+    bursty: Annotated[bool, typer.Option("--bursty", help="Open loops in bursts: 2 s of calls, 2 s of none")] = False,
+    seconds: Annotated[
+        float | None, typer.Option(help="Seconds of each load", show_default="8 on a CPU, 30 on a GPU", min=1)
+    ] = None,
+    voices: Annotated[
+        str, typer.Option(help="cached: a stored voice; cold: a reference clip of its own in each request")
+    ] = "cached",
+    slots: Annotated[
+        str | None, typer.Option(help="A server of so many slots each: 1,64", show_default="4 on a CPU, 1,64 on a GPU")
+    ] = None,
+    model: Annotated[Path | None, typer.Option(help="Model folder", show_default="minnow, which ships")] = None,
+    precision: Annotated[str | None, typer.Option(help="As of python -m serving")] = None,
+    max_len: Annotated[int | None, typer.Option(help="As of python -m serving")] = None,
+    max_frames: Annotated[
+        int | None, typer.Option(help="Frames of a request, for a model that does not stop by itself", min=1)
+    ] = None,
+    address: Annotated[str | None, typer.Option(help="host:port of a server that runs; else one is started")] = None,
+    gpu_price: Annotated[float | None, typer.Option(help="Price of an hour of the GPU, any currency", min=0)] = None,
+    seed: Annotated[int, typer.Option(help="Of texts and arrivals")] = 0,
+    batch_lane: Annotated[
+        bool, typer.Option("--batch-lane", help="A bursty trace without and with BATCH requests that fill the slots")
+    ] = False,
+    soak: Annotated[
+        float | None, typer.Option(help="Seconds of bad callers, killed ones and a broken device; nothing else", min=20)
+    ] = None,
+    check: Annotated[
+        bool, typer.Option("--check", help="Also four times the callers, twice the capacity, the batch lane; judge all")
+    ] = False,
+    out: Annotated[Path | None, typer.Option(help="JSON file to write")] = None,
+    freeze: Annotated[
+        bool, typer.Option("--freeze", help="Write fishjax/bench/baselines/<device>/serve.json if all is well")
+    ] = False,
+    json_output: Annotated[bool, typer.Option("--json", help="One JSON document as the last line of stdout")] = False,
+) -> None:
+    """Load a real server with listeners: time to first sound, frames a second, underruns, cost."""
+    from fishjax.status_line import StatusLine
+
+    from .run import Measuring, Suite, check_suite, device_seen
+    from .tables import serve_tables
+    from .verdict import Thresholds, slower, unsound, verdicts
+
+    thresholds, seen = Thresholds.read(), device_seen(address)
+    kind = "gpu" if seen["platform"] == "gpu" else "cpu"
+    rates = _numbers("--rate", rate, float) or []
+    suite = Suite(
+        slots=tuple(_numbers("--slots", slots, int) or thresholds.slots[kind]),
+        concurrency=tuple(
+            _numbers("--concurrency", concurrency, int) or ([] if rates and not check else thresholds.concurrency[kind])
+        ),
+        rates=tuple(rates),
+        bursty=bursty,
+        seconds=seconds or thresholds.seconds[kind],
+        voices=voices,
+        seed=seed,
+        max_frames=max_frames,
+        gpu_price=gpu_price,
+        batch_lane=batch_lane or check,
+        check=check,
+        address=address,
+        model=model,
+        precision=precision,
+        max_len=max_len,
+    )
+    check_suite(suite)
+    if freeze and (address or soak):
+        raise InvalidRequest("--freeze takes loads on a server of this machine: leave --address and --soak out")
+    if soak is not None:
+        _soak(suite, soak, thresholds, seen, out, json_output)
+        return
+    with _exit_1_if_it_fails(), StatusLine() as status:
+        document = Measuring(suite, seen, thresholds, status).run()
+    _say(serve_tables(document))
+    _write(document, out, json_output)
+    frozen = BASELINES / seen["device"] / "serve.json"
+    found = unsound(document["rows"])
+    if check:
+        for sentence, holds in verdicts(document["rows"], thresholds, kind):
+            _say(f"{'holds' if holds else 'BROKEN'}: {sentence}")
+            found += [] if holds else [sentence]
+        before = json.loads(frozen.read_text())["rows"] if frozen.exists() else []
+        found += slower(document["rows"], before, thresholds)
+    for problem in found:
+        _say(problem)
+    if found:
+        raise typer.Exit(1)
+    if freeze:
+        frozen.parent.mkdir(parents=True, exist_ok=True)
+        frozen.write_text(to_json(document))
+        _say(f"frozen: {frozen}")
+
+
+def _soak(suite: Any, seconds: float, thresholds: Any, seen: dict[str, Any], out: Path | None, as_json: bool) -> None:
+    from fishjax.status_line import StatusLine
+
+    from .run import server_options
+    from .soak import soak, to_document
+
+    if suite.address is not None:
+        raise InvalidRequest("--soak breaks a server of its own: leave --address out")
+    num_slots = max(suite.slots)
+    with _exit_1_if_it_fails(), StatusLine() as status:
+        found = asyncio.run(soak(server_options(suite, num_slots), num_slots, seconds, thresholds.soak, status))
+    document = to_document(found, seen, seconds)
+    for name, value in document["soak"].items():
+        _say(f"{name}: {value}")
+    _write(document, out, as_json)
+    if found.problems:
+        raise typer.Exit(1)
+
+
+@contextlib.contextmanager
+def _exit_1_if_it_fails() -> Iterator[None]:
+    from .failed import MeasurementFailed
+
+    try:
+        yield
+    except MeasurementFailed as error:
+        _say(f"failed: {error}")
+        raise typer.Exit(1) from None
+
+
+def to_json(document: dict[str, Any]) -> str:
+    """The document as text, a row a line."""
+    return json.dumps(document, indent=1) + "\n"
+
+
+def _write(document: dict[str, Any], out: Path | None, as_json: bool) -> None:
+    if out:
+        out.write_text(to_json(document))
+    if as_json:
+        print(json.dumps(document))
+
+
+def _numbers(option: str, text: str | None, kind: type) -> list[Any] | None:
+    if text is None:
+        return None
+    try:
+        numbers = [kind(part) for part in text.split(",")]
+    except ValueError:
+        raise InvalidRequest(f"{option} takes numbers with commas between them, not {text!r}") from None
+    if not all(number > 0 for number in numbers):
+        raise InvalidRequest(f"{option} takes numbers above 0, not {text!r}")
+    return numbers
+
+
+def _say(message: str) -> None:
+    print(message, file=sys.stderr, flush=True)

@@ -1,0 +1,72 @@
+"""What people read: a table of loads, what many callers at once gain, what the batch lane fills."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from .loads import row_name
+
+_HEAD = (
+    *("load", "slots", "policy", "voices", "calls", "TTFA ms p50", "p95", "p99", "frames/s", "audio s/s"),
+    *("underrun ms p95", "continuous", "rejected", "slots busy", "cost of an hour of audio"),
+)
+
+
+def serve_tables(document: Mapping[str, Any]) -> str:
+    """A markdown table with a row a load, and sentences that compare rows."""
+    rows = document["rows"]
+    lines = ["| " + " | ".join(_HEAD) + " |", "|---|---:|---|---|" + "---:|" * (len(_HEAD) - 4)]
+    lines += ["| " + " | ".join(_cells(row)) + " |" for row in rows]
+    told = [ratio(document), lane(document), *(f"{s['slots']} slots: ready {s['start_s']:g} s after the start."
+                                              for s in document["starts"])]  # fmt: skip
+    return "\n".join(lines) + "\n\n" + "\n\n".join(sentence for sentence in told if sentence)
+
+
+def _cells(row: Mapping[str, Any]) -> list[str]:
+    return [
+        row_name(row),
+        str(row["slots"]),
+        f"`{row['policy']}`",
+        row["voices"],
+        str(row["calls"]),
+        *(_number(row[f"ttfa_ms_p{share}"]) for share in (50, 95, 99)),
+        _number(row["frames_per_s"]),
+        _number(row["audio_s_per_s"]),
+        _number(row["underrun_ms_p95"]),
+        _percent(row["continuity"]),
+        str(row["rejected"]) + (f", **{row['failed']} failed**" if row["failed"] else ""),
+        _percent(row["slot_utilisation"]),
+        "-" if row["cost_per_hour_of_audio"] is None else f"{row['cost_per_hour_of_audio']:.4g}",
+    ]
+
+
+def ratio(document: Mapping[str, Any]) -> str:
+    """Frames a second of the most callers over those of one, in closed loops; empty without both."""
+    closed = {row["concurrency"]: row for row in document["rows"] if row["loop"] == "closed"}
+    if 1 not in closed or len(closed) < 2:
+        return ""
+    one, many = closed[1], closed[max(closed)]
+    times = many["frames_per_s"] / one["frames_per_s"] if one["frames_per_s"] else float("nan")
+    return f"1 -> {many['concurrency']} callers: {times:.1f} times the frames/s."
+
+
+def lane(document: Mapping[str, Any]) -> str:
+    """What fill requests did to slots and real traffic; empty without the lane."""
+    rows = {row["loop"]: row for row in document["rows"]}
+    if "lane, filled" not in rows:
+        return ""
+    alone, filled = rows["lane, real alone"], rows["lane, filled"]
+    return (
+        f"Fill requests: slots busy {_percent(alone['slot_utilisation'])} -> {_percent(filled['slot_utilisation'])}; "
+        f"TTFA of the real traffic p50 {_number(alone['ttfa_ms_p50'])} -> {_number(filled['ttfa_ms_p50'])} ms, "
+        f"p95 {_number(alone['ttfa_ms_p95'])} -> {_number(filled['ttfa_ms_p95'])} ms."
+    )
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.1f}" if value < 1000 else f"{value:,.0f}"
+
+
+def _percent(value: float | None) -> str:
+    return "-" if value is None else f"{value:.1%}"
