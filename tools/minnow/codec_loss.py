@@ -60,29 +60,27 @@ def reconstruct(codec: Codec, audio_BT: jax.Array, key: jax.Array, quantise: jax
     }
 
 
-DECODER_SIDE = ("decoder.", "quantizer.post_module.", "quantizer.upsample.")
-"""Parameters that make sound of codes and have no part in making the codes."""
-
-
-def decoder_loss(codec: Codec, audio_BT: jax.Array, rate_hz: int) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """As `loss`, for training the decoder side alone: the codes are the ones that serving will see."""
+def speak(codec: Codec, codes_BKT: jax.Array) -> jax.Array:
+    """Codes to sound (B, T * samples_per_frame) float32, for training the decoder side: bfloat16 after the books."""
     quantizer = codec.quantizer
-    latents = quantizer.pre_module(quantizer.shrink(codec.encoder(audio_BT[..., None]))).astype(jnp.float32)
-    z_q = jax.lax.stop_gradient(quantizer.quantize(latents).z_q_BTC)
-    hidden = quantizer.expand(quantizer.post_module(z_q.astype(jnp.bfloat16)), None)[0]
-    parts = spectral_losses(codec.decoder(hidden)[..., 0].astype(jnp.float32), audio_BT, rate_hz)
-    total = 15 / 7 * parts["mel"] + parts["stft"]
-    return total, {**parts, "loss": total}
+    z_q_BTC = quantizer.lookup(codes_BKT).astype(jnp.bfloat16)
+    hidden = quantizer.expand(quantizer.post_module(z_q_BTC), None)[0]
+    return codec.decoder(hidden)[..., 0].astype(jnp.float32)
 
 
-def spectrum(audio_BT: jax.Array, window: int) -> jax.Array:
-    """Magnitudes (B, frames, window / 2 + 1), hop window / 4, Hann, scaled as if the window were 1,024 long."""
+def complex_spectrum(audio_BT: jax.Array, window: int) -> jax.Array:
+    """Bins (B, frames, window / 2 + 1) complex64, hop window / 4, Hann, scaled as if the window were 1,024 long."""
     hop, batch = window // 4, audio_BT.shape[0]
     blocks = audio_BT.reshape(batch, -1, hop)
     count = blocks.shape[1] - 3
     frames = jnp.concatenate([blocks[:, i : i + count] for i in range(4)], axis=-1)
     hann = (0.5 - 0.5 * np.cos(2 * np.pi * np.arange(window) / window)).astype(np.float32) * (1024 / window)
-    bins = jnp.fft.rfft(frames * hann, axis=-1)
+    return jnp.fft.rfft(frames * hann, axis=-1)
+
+
+def spectrum(audio_BT: jax.Array, window: int) -> jax.Array:
+    """Magnitudes of `complex_spectrum`."""
+    bins = complex_spectrum(audio_BT, window)
     return jnp.sqrt(jnp.square(bins.real) + jnp.square(bins.imag) + 1e-8)
 
 

@@ -19,16 +19,17 @@ from tools.minnow.convs import convolutions
 from tools.minnow.make_corpus import finished_shards, read_shard
 from tools.minnow.training import Model
 
-_FRAMES = (48, 80, 160)  # lengths that utterances are padded to; longer ones are left out
-_ROWS = 64
+_FRAMES = (48, 80, 160)  # lengths that utterances are padded to
+MAX_FRAMES = _FRAMES[-1]
+"""Longer utterances are left out."""
 
 
 class Encoder:
-    """Fixed shapes: three compiled programs for any corpus."""
+    """Fixed shapes, `rows` utterances a call: three compiled programs for any corpus."""
 
-    def __init__(self, codec: Codec):
+    def __init__(self, codec: Codec, rows: int = 64):
         model = Model(codec)
-        self._row, self._params = codec.config.samples_per_frame, model.params
+        self._rows, self._row, self._params = rows, codec.config.samples_per_frame, model.params
 
         def encode(params, pcm_BT):
             with convolutions({}, "im2col"):  # compiles in seconds; cuDNN's tuning of these shapes takes a minute
@@ -43,9 +44,9 @@ class Encoder:
         for index, size in enumerate(_FRAMES):
             shortest = _FRAMES[index - 1] if index else 0
             members = np.flatnonzero((frames <= size) & (frames > shortest))
-            for first in range(0, len(members), _ROWS):
-                rows = members[first : first + _ROWS]
-                batch = np.zeros((_ROWS, size * self._row), np.int16)
+            for first in range(0, len(members), self._rows):
+                rows = members[first : first + self._rows]
+                batch = np.zeros((self._rows, size * self._row), np.int16)
                 for at, item in enumerate(rows):
                     clip = pcm[starts[item] : starts[item + 1]]
                     batch[at, : len(clip)] = clip

@@ -7,12 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
-from flax import nnx
-from safetensors.numpy import load_file
 
 from fishjax.codec import Codec
-from fishjax.config import CodecConfig
-from fishjax.weights.codec_names import assign_public, codec_to_public
+from fishjax.weights import load_codec as published
+from fishjax.weights.codec_names import codec_to_public
 from tools.minnow.training import Model, Params, save_tensors
 
 CODEC: dict[str, Any] = {
@@ -103,6 +101,4 @@ def save_codec(folder: Path, model: Model, params: Params, raw_config: dict[str,
 def load_codec(folder: Path) -> tuple[Codec, dict[str, Any]]:
     """A float32 codec from such a folder, and its raw config."""
     raw = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    codec = Codec(CodecConfig.from_dict(raw), rngs=nnx.Rngs(0))
-    assign_public(codec, load_file(folder / "model.safetensors"), source=str(folder))
-    return codec, raw
+    return published.load_codec(folder)[1], raw
