@@ -31,8 +31,8 @@ MAX_TILE_M = 128
 
 def why_not(M: int, N: int, K: int, config: Config | None = None) -> str | None:
     """None when this kernel can run here and now, else the reason."""
-    tile_m, rows = _tile_m(M), -(-N // 64) * 64
-    return need_capability("9.0") or can_run(config or _pick(tile_m, rows, K), tile_m, rows, K)
+    tile_m, rows = tile_of(M), -(-N // 64) * 64
+    return need_capability("9.0") or can_run(config or pick(tile_m, rows, K), tile_m, rows, K)
 
 
 def block_scaled_matmul(
@@ -40,7 +40,7 @@ def block_scaled_matmul(
 ) -> jax.Array:
     """(M, K) x (N, K) -> (M, N). A weight that is not prepared is padded here, at the price of copying it."""
     M, K = x_MK.shape
-    config = config or _pick(_tile_m(M), -(-w_NK.shape[0] // 64) * 64, K)
+    config = config or pick(tile_of(M), -(-w_NK.shape[0] // 64) * 64, K)
     if isinstance(x_MK, BlockScaled):
         values, scale_KbM = transposed_scales(x_MK)
     else:
@@ -69,32 +69,38 @@ def multiply_rows(
     """The first M rows of e4m3 values (M to 8, K) with scales (K / 128 or more, M to 8 or more) times w^T: (M, N)."""
     N, K = w_NK.shape
     w_NK = prepare_weights(w_NK, "block_scaled_matmul")
-    tile_m, rows = _tile_m(M), w_NK.values_NK.shape[0]
+    tile_m, rows = tile_of(M), w_NK.values_NK.shape[0]
     tiled_rows = -(-M // tile_m) * tile_m
     values_MK = values_MK[:tiled_rows]
     more = tiled_rows - values_MK.shape[0]
     values_MK = jnp.pad(values_MK, ((0, more), (0, 0)))
     scale_KbM = jnp.pad(scale_KbM, ((0, 0), (0, max(0, tiled_rows - scale_KbM.shape[1]))))
-    config = config or _pick(tile_m, rows, K)
+    config = config or pick(tile_m, rows, K)
     if reason := can_run(config, tile_m, rows, K):
         raise NotImplementedError(f"block_scaled_matmul: {reason}")
-    y = _call(values_MK, scale_KbM, w_NK, M, out_dtype, tile_m, config, interpret)
+    y = launch(values_MK, scale_KbM, w_NK, M, out_dtype, tile_m, config, interpret)
     return y[:M, :N]
 
 
-def _pick(tile_m: int, rows: int, K: int) -> Config:
+def pick(tile_m: int, rows: int, K: int) -> Config:
     """The measured choice for this device and shape, else the default."""
     fields = _tuned.lookup("block_scaled_matmul", _tuned.bucket(tile_m), rows, K)
     return default_config(tile_m, rows, K) if fields is None else Config(**fields)
 
 
-def _tile_m(M: int) -> int:
+def tile_of(M: int) -> int:
     """Rows of one tile: M rounded up to 8, in equal tiles of at most 128."""
     tiles = -(-M // MAX_TILE_M)
     return -(-M // (8 * tiles)) * 8
 
 
-def _call(x_MK, x_scale_KbM, weight: BlockScaled, wanted: int, out_dtype, tile_m: int, config: Config, interpret):
+def launch(
+    x_MK, x_scale_KbM, weight: BlockScaled, wanted: int, out_dtype, tile_m: int, config: Config, interpret=None
+) -> jax.Array:
+    """The kernel and no other operation: `wanted` rows when fewer than 8, else all of x's, by all of the weight's.
+
+    x (M, K) in whole tiles, its scales (K / 128 to 4 or more, M or more), a prepared weight.
+    """
     w_NK, w_scale_NbKb = weight.values_NK, weight.scale_NbKb
     (M, K), N = x_MK.shape, w_NK.shape[0]
     few = wanted < 8  # then exactly these rows are stored, so that no other kernel need cut them out

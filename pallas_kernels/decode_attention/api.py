@@ -40,6 +40,16 @@ def decode_attention(
       ValueError: kinds or shapes do not fit.
       NotImplementedError: the back end asked for cannot run.
     """
+    check_operands(q_BHd, k_cache, v_cache, lengths_B)
+    factor = q_BHd.shape[2] ** -0.5 if scale is None else scale
+    taken = _dispatch.choose(OP, backend, lambda: mosaic_sm90.why_not(q_BHd, k_cache, config))
+    if taken is _dispatch.Backend.MOSAIC:
+        return mosaic_sm90.decode_attention(q_BHd, k_cache, v_cache, lengths_B, factor, config)
+    return reference.decode_attention(q_BHd, k_cache, v_cache, lengths_B, factor)
+
+
+def check_operands(q_BHd, k_cache, v_cache, lengths_B) -> None:
+    """Raise ValueError naming kinds and shapes unless they fit."""
     if q_BHd.ndim != 3 or k_cache.ndim != 4 or k_cache.shape != v_cache.shape:
         raise ValueError(
             f"{OP}: q {q_BHd.shape}, k {k_cache.shape}, v {v_cache.shape} are not (B, H, d), 2 x (B, G, S, d)"
@@ -52,11 +62,6 @@ def decode_attention(
         raise ValueError(f"{OP}: q {q_BHd.shape} does not fit k {k_cache.shape}: same B and d, H a multiple of G")
     if lengths_B.shape != (B,):
         raise ValueError(f"{OP}: lengths must be ({B},), got {lengths_B.shape}")
-    factor = d**-0.5 if scale is None else scale
-    taken = _dispatch.choose(OP, backend, lambda: mosaic_sm90.why_not(q_BHd, k_cache, config))
-    if taken is _dispatch.Backend.MOSAIC:
-        return mosaic_sm90.decode_attention(q_BHd, k_cache, v_cache, lengths_B, factor, config)
-    return reference.decode_attention(q_BHd, k_cache, v_cache, lengths_B, factor)
 
 
 def quantize_kv(x_BGSd: jax.Array) -> ScaledKV:

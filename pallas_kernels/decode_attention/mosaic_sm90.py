@@ -42,7 +42,7 @@ def why_not(q_BHd, k_cache, config: Config | None = None) -> str | None:
     if q_BHd.dtype != jnp.bfloat16:
         return f"q is {q_BHd.dtype}; the kernel reads bfloat16"
     (_, H, d), (_, G, S, _) = q_BHd.shape, k_cache.shape
-    return need_capability("9.0") or can_run(config or _pick(k_cache), H, G, S, d, 1 if fp8 else 2)
+    return need_capability("9.0") or can_run(config or pick(k_cache), H, G, S, d, 1 if fp8 else 2)
 
 
 def decode_attention(
@@ -51,7 +51,7 @@ def decode_attention(
     """(B, H, d) bfloat16 -> (B, H, d) bfloat16 over a bfloat16 or ScaledKV cache."""
     (B, H, d), (_, G, S, _) = q_BHd.shape, k_cache.shape
     fp8 = isinstance(k_cache, ScaledKV)
-    config = config or _pick(k_cache)
+    config = config or pick(k_cache)
     if reason := can_run(config, H, G, S, d, 1 if fp8 else 2):
         raise NotImplementedError(f"decode_attention: {reason}")
     if fp8:
@@ -61,7 +61,7 @@ def decode_attention(
     caches = (
         (k_cache.values_BGSd, v_cache.values_BGSd, k_cache.scale_BGS, v_cache.scale_BGS) if fp8 else (k_cache, v_cache)
     )
-    o, lse = _call(q_BGRd, caches, lengths_B.astype(jnp.int32), H // G, scale, config, interpret)
+    o, lse = launch(q_BGRd, caches, lengths_B.astype(jnp.int32), H // G, scale, config, interpret)
     if config.splits > 1:
         lse = lse[..., : H // G]
         top = jnp.max(lse, axis=2, keepdims=True)
@@ -71,7 +71,7 @@ def decode_attention(
     return o.reshape(B, H, d).astype(jnp.bfloat16)
 
 
-def _pick(k_cache) -> Config:
+def pick(k_cache) -> Config:
     """The measured choice for this device and shape, else the default."""
     B, G, S, d = k_cache.shape
     kind = "float8" if isinstance(k_cache, ScaledKV) else "bfloat16"
@@ -79,9 +79,10 @@ def _pick(k_cache) -> Config:
     return default_config(B, G, S) if fields is None else Config(**fields)
 
 
-def _call(q_BGRd, caches, lengths_B, heads: int, scale: float, config: Config, interpret):
-    """(o, log-sum-exp): one split gives o (B * G * heads, d) bfloat16; more give each part's own average.
+def launch(q_BGRd, caches, lengths_B, heads: int, scale: float, config: Config, interpret=None):
+    """The kernel and no other operation: (o, log-sum-exp).
 
+    One split gives o (B * G * heads, d) bfloat16; more give each part's own average.
     The parts: o (B, G, splits, heads, d) float32, base-2 log-sum-exp (B, G, splits, 32), first `heads` meant.
     """
     B, G, _, d = q_BGRd.shape

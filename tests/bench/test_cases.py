@@ -68,12 +68,12 @@ def test_choices_are_filed_where_the_op_looks(case, monkeypatch):
     monkeypatch.setattr(_tuned, "lookup", lambda op, *key: asked.append((op, "x".join(map(str, key)))))
     s = case.shape
     if case.op == "block_scaled_matmul":
-        matmul_kernel._pick(case.m, -(-s["N"] // 64) * 64, s["K"])
+        matmul_kernel.pick(case.m, -(-s["N"] // 64) * 64, s["K"])
     elif case.op == "swiglu_mlp":
         mlp_kernel._pick(case.m, s["D"], s["F"])
     else:
         cache = jax.ShapeDtypeStruct((case.m, s["G"], s["S"], s["d"]), jnp.bfloat16)
-        attention_kernel._pick(ScaledKV(cache, cache) if s["cache"] == "float8" else cache)
+        attention_kernel.pick(ScaledKV(cache, cache) if s["cache"] == "float8" else cache)
     assert asked == [(case.op, cases.tuned_key(case))]
 
 

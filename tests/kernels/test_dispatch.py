@@ -75,6 +75,6 @@ def test_measured_choices_come_before_defaults(monkeypatch, tmp_path):
     (folder / f"{_tuned.device_name()}.json").write_text(json.dumps({"16x256x512": {"tile_n": 128, "splits": 2}}))
     monkeypatch.setattr(_tuned, "_ROOT", tmp_path)
     _tuned._table.cache_clear()
-    assert mosaic_sm90._pick(16, 256, 512) == Config(tile_n=128, splits=2)
-    assert mosaic_sm90._pick(8, 256, 512) == default_config(8, 256, 512)
+    assert mosaic_sm90.pick(16, 256, 512) == Config(tile_n=128, splits=2)
+    assert mosaic_sm90.pick(8, 256, 512) == default_config(8, 256, 512)
     _tuned._table.cache_clear()
