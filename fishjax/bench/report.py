@@ -9,6 +9,7 @@ from typing import Any
 
 from .cases import OPS, PEERS
 from .gate.tables import gate_table, voice_sentence, voice_table
+from .serve.tables import serve_tables
 
 BASELINES = Path(__file__).parent / "baselines"
 PUBLISHED = Path(__file__).parent / "published.json"
@@ -110,6 +111,16 @@ def gate_markdown(folder: Path = BASELINES) -> str:
     return "\n\n".join(parts) or "## Gate\n\nNo figures are frozen yet."
 
 
+def serve_markdown(folder: Path = BASELINES) -> str:
+    """Frozen figures of the whole server on every device."""
+    parts = []
+    for path in sorted(folder.glob("*/serve.json")):
+        document = json.loads(path.read_text())
+        head = f"## Server on {document['header']['device']}: {document['load']['model']}"
+        parts.append(f"{head}\n\n{_origin(document['header'])}\n\n{serve_tables(document)}")
+    return "\n\n".join(parts) or "## Server\n\nNo figures are frozen yet."
+
+
 def _voice() -> dict[str, Any]:
     return json.loads((BASELINES / VOICE_DEVICE / "gate.json").read_text())
 
@@ -117,6 +128,7 @@ def _voice() -> dict[str, Any]:
 PARTS: dict[str, Callable[[], str]] = {
     "kernels": kernels_markdown,
     "gate": gate_markdown,
+    "serve": serve_markdown,
     "voice": lambda: voice_table(_voice()),
     "voice in a sentence": lambda: voice_sentence(_voice()),
 }

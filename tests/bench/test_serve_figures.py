@@ -7,6 +7,8 @@ import statistics
 
 import pytest
 
+from fishjax.bench import report
+from fishjax.bench.header import make_header
 from fishjax.bench.serve import loads, rows, soak, tables, verdict
 from fishjax.bench.serve.arrivals import ON_SHARE, PERIOD_S, arrival_times
 from fishjax.bench.serve.call import OK, Call, underrun_s
@@ -178,6 +180,17 @@ def test_tables_say_what_was_measured_and_what_many_callers_gain():
     alone, filled = row([], loop="lane, real alone", rate=2.0), row([], loop="lane, filled", rate=2.0)
     document["rows"] += [alone | {"slot_utilisation": 0.5}, filled | {"slot_utilisation": 0.9}]
     assert re.search(r"50\.0% -> 90\.0%", tables.lane(document))
+
+
+def test_the_page_quotes_frozen_files_and_nothing_else(tmp_path):
+    assert "No figures are frozen yet" in report.serve_markdown(tmp_path)
+    (tmp_path / "gpu").mkdir()
+    header = make_header("serve", "gpu", {"jax": "0"}, None, [], "a method")
+    made = row([call(101, [(0.1, 10)])], concurrency=64)
+    document = {"header": header, "load": {"model": "big"}, "starts": [], "rows": [made]}
+    (tmp_path / "gpu" / "serve.json").write_text(json.dumps(document))
+    told = report.serve_markdown(tmp_path)
+    assert "## Server on gpu: big" in told and "a method" in told and "closed, 64 callers" in told
 
 
 def test_fill_requests_leave_the_real_trace_as_it_was():

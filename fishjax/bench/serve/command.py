@@ -60,18 +60,23 @@ def serve(
     """Load a real server with listeners: time to first sound, frames a second, underruns, cost."""
     from fishjax.status_line import StatusLine
 
-    from .run import Measuring, Suite, check_suite, device_seen
+    from .run import Measuring, Suite, device_seen
     from .tables import serve_tables
     from .verdict import Thresholds, slower, unsound, verdicts
 
+    if voices not in ("cached", "cold"):
+        raise InvalidRequest(f"--voices is cached or cold, not {voices!r}")
+    if address and (check or freeze or soak):
+        raise InvalidRequest("--check, --freeze and --soak take a server of their own: leave --address out")
+    if freeze and soak:
+        raise InvalidRequest("--freeze takes loads: leave --soak out")
+    rates = _numbers("--rate", rate, float)
+    sizes, callers = _numbers("--slots", slots, int), _numbers("--concurrency", concurrency, int)
     thresholds, seen = Thresholds.read(), device_seen(address)
     kind = "gpu" if seen["platform"] == "gpu" else "cpu"
-    rates = _numbers("--rate", rate, float) or []
     suite = Suite(
-        slots=tuple(_numbers("--slots", slots, int) or thresholds.slots[kind]),
-        concurrency=tuple(
-            _numbers("--concurrency", concurrency, int) or ([] if rates and not check else thresholds.concurrency[kind])
-        ),
+        slots=tuple(sizes or thresholds.slots[kind]),
+        concurrency=tuple(callers or ([] if rates and not check else thresholds.concurrency[kind])),
         rates=tuple(rates),
         bursty=bursty,
         seconds=seconds or thresholds.seconds[kind],
@@ -86,9 +91,6 @@ def serve(
         precision=precision,
         max_len=max_len,
     )
-    check_suite(suite)
-    if freeze and (address or soak):
-        raise InvalidRequest("--freeze takes loads on a server of this machine: leave --address and --soak out")
     if soak is not None:
         _soak(suite, soak, thresholds, seen, out, json_output)
         return
@@ -120,8 +122,6 @@ def _soak(suite: Any, seconds: float, thresholds: Any, seen: dict[str, Any], out
     from .run import server_options
     from .soak import soak, to_document
 
-    if suite.address is not None:
-        raise InvalidRequest("--soak breaks a server of its own: leave --address out")
     num_slots = max(suite.slots)
     with _exit_1_if_it_fails(), StatusLine() as status:
         found = asyncio.run(soak(server_options(suite, num_slots), num_slots, seconds, thresholds.soak, status))
@@ -156,9 +156,9 @@ def _write(document: dict[str, Any], out: Path | None, as_json: bool) -> None:
         print(json.dumps(document))
 
 
-def _numbers(option: str, text: str | None, kind: type) -> list[Any] | None:
+def _numbers(option: str, text: str | None, kind: type) -> list[Any]:
     if text is None:
-        return None
+        return []
     try:
         numbers = [kind(part) for part in text.split(",")]
     except ValueError:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,10 +50,3 @@ def lane(real: NamedLoad, fill: Requests, num_slots: int, first: int) -> NamedLo
 
 def _about(loop: str, concurrency: int | None, rate: float | None) -> dict[str, Any]:
     return {"loop": loop, "concurrency": concurrency, "rate": None if rate is None else round(rate, 3)}
-
-
-def row_name(row: Mapping[str, Any]) -> str:
-    """ "closed, 4 callers", or "poisson, 2 calls/s"."""
-    if row["rate"] is not None:
-        return f"{row['loop']}, {row['rate']:g} calls/s"
-    return f"{row['loop']}, {row['concurrency']} caller{'s' if row['concurrency'] != 1 else ''}"

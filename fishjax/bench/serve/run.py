@@ -15,13 +15,13 @@ from typing import Any
 
 from fishjax.bench.header import make_header, see_gpu
 from fishjax.client import Client
-from fishjax.errors import InvalidRequest
 
 from . import loads
 from .drive import Seen, drive, num_processes
 from .plan import Requests
 from .rows import calls_per_s, make_row
 from .server import ServerProcess, look_at_device
+from .tables import row_name
 from .verdict import Thresholds
 from .voice import CLIP_TEXT, VOICE_ID, first_requests
 
@@ -174,7 +174,7 @@ class Measuring:
 
     def _put(self, address: str, num_slots: int, load: loads.NamedLoad) -> Seen:
         about = load.about | {"policy": self._policy, "voices": self._suite.voices}
-        self._say(f"{loads.row_name(about)}: {load.load.seconds:g} s at {num_slots} slots")
+        self._say(f"{row_name(about)}: {load.load.seconds:g} s at {num_slots} slots")
         seen = asyncio.run(drive(address, load.load, load.width))
         self.rows.append(make_row(seen, about, num_slots=num_slots, gpu_price=self._suite.gpu_price))
         return seen
@@ -198,11 +198,3 @@ class Measuring:
 
 def _home(callers: int, sizes: list[int]) -> int:
     return next((size for size in sizes if size >= callers), sizes[-1])
-
-
-def check_suite(suite: Suite) -> None:
-    """Raises InvalidRequest for what cannot be measured."""
-    if suite.voices not in ("cached", "cold"):
-        raise InvalidRequest(f"--voices is cached or cold, not {suite.voices!r}")
-    if suite.address is not None and suite.check:
-        raise InvalidRequest("--check starts servers of its own: leave --address out")

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from .loads import row_name
-
 _HEAD = (
     *("load", "slots", "policy", "voices", "calls", "TTFA ms p50", "p95", "p99", "frames/s", "audio s/s"),
     *("underrun ms p95", "continuous", "rejected", "slots busy", "cost of an hour of audio"),
@@ -21,6 +19,13 @@ def serve_tables(document: Mapping[str, Any]) -> str:
     told = [ratio(document), lane(document), *(f"{s['slots']} slots: ready {s['start_s']:g} s after the start."
                                               for s in document["starts"])]  # fmt: skip
     return "\n".join(lines) + "\n\n" + "\n\n".join(sentence for sentence in told if sentence)
+
+
+def row_name(row: Mapping[str, Any]) -> str:
+    """ "closed, 4 callers", or "poisson, 2 calls/s"."""
+    if row["rate"] is not None:
+        return f"{row['loop']}, {row['rate']:g} calls/s"
+    return f"{row['loop']}, {row['concurrency']} caller{'s' if row['concurrency'] != 1 else ''}"
 
 
 def _cells(row: Mapping[str, Any]) -> list[str]:

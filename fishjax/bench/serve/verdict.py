@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .loads import row_name
+from .tables import row_name
 
 Row = Mapping[str, Any]
 _PAGE = Path(__file__).parent / "thresholds.json"
