@@ -70,4 +70,4 @@ def baseline_row(document: Mapping[str, Any]) -> Mapping[str, Any]:
 def _words(document: Mapping[str, Any], part: slice) -> str:
     texts = baseline_row(document)["texts"]
     errors, words = sum(texts["errors"][part]), sum(texts["words"][part])
-    return f"{errors / words:.1%} ({errors} of {words} words)"
+    return f"{100 * errors / words:.1f} % ({errors} of {words} words)"
