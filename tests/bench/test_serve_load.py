@@ -160,6 +160,7 @@ def test_a_server_that_does_not_come_up_is_told_with_its_log():
         ["--address", "127.0.0.1:1", "--check"],
         ["--address", "127.0.0.1:1", "--freeze"],
         ["--address", "127.0.0.1:1", "--soak", "20"],
+        ["--freeze", "--concurrency", "3"],
     ],
 )
 def test_what_cannot_be_measured_is_refused_before_anything_starts(arguments, monkeypatch, capsys):
@@ -168,6 +169,12 @@ def test_what_cannot_be_measured_is_refused_before_anything_starts(arguments, mo
         command_line.main()
     assert ended.value.code == 2
     assert "error: --" in capsys.readouterr().err
+
+
+def test_a_server_that_is_not_there_is_exit_1_and_a_sentence():
+    done = runner.invoke(command_line.app, ["serve", "--address", "127.0.0.1:1"])
+    assert done.exit_code == 1
+    assert "the server answered UNAVAILABLE" in done.stderr and "Traceback" not in done.output
 
 
 @pytest.fixture(scope="module")

@@ -91,6 +91,8 @@ def serve(
         precision=precision,
         max_len=max_len,
     )
+    if freeze and (missing := set(thresholds.concurrency[kind]) - set(suite.concurrency)):
+        raise InvalidRequest(f"--freeze takes closed loops of {sorted(missing)} callers too: leave --concurrency out")
     if soak is not None:
         _soak(suite, soak, thresholds, seen, out, json_output)
         return
@@ -135,11 +137,16 @@ def _soak(suite: Any, seconds: float, thresholds: Any, seen: dict[str, Any], out
 
 @contextlib.contextmanager
 def _exit_1_if_it_fails() -> Iterator[None]:
+    import grpc
+
     from .failed import MeasurementFailed
 
     try:
         yield
-    except MeasurementFailed as error:
+    except grpc.RpcError as error:
+        _say(f"failed: the server answered {error.code().name}: {error.details()}")  # type: ignore[attr-defined]
+        raise typer.Exit(1) from None
+    except (MeasurementFailed, TimeoutError) as error:
         _say(f"failed: {error}")
         raise typer.Exit(1) from None
 
