@@ -182,6 +182,19 @@ def test_tables_say_what_was_measured_and_what_many_callers_gain():
     assert re.search(r"50\.0% -> 90\.0%", tables.lane(document))
 
 
+@pytest.mark.parametrize(
+    ("policy", "short"),
+    [
+        ("slow=fp32,fast=fp32", "fp32"),
+        ("slow=fp8,fast=bf16", "slow=fp8,fast=bf16"),
+        ("kv=fp8", "kv=fp8"),
+        ("bf16", "bf16"),
+    ],
+)
+def test_a_precision_of_all_modules_is_one_word(policy, short):
+    assert tables.short_policy(policy) == short
+
+
 def test_the_page_quotes_frozen_files_and_nothing_else(tmp_path):
     assert "No figures are frozen yet" in report.serve_markdown(tmp_path)
     (tmp_path / "gpu").mkdir()
