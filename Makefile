@@ -33,6 +33,7 @@ test: $(VENV)/.ready ## lint, types, import rules and all tests that a CPU can r
 
 bench: $(VENV)/.ready ## measure what this machine can measure
 	@$(BIN)/python -m fishjax.bench kernels
+	@$(BIN)/python -m fishjax.bench step
 
 clean: ## remove .venv and what tests left behind
 	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis hello.wav

@@ -51,4 +51,5 @@ def prepare_weights(w: Weight, op: str) -> Weight:
 
 
 def _pad(x: jax.Array, row_multiple: int, column_multiple: int) -> jax.Array:
-    return jnp.pad(x, ((0, -x.shape[0] % row_multiple), (0, -x.shape[1] % column_multiple)))
+    more = (-x.shape[0] % row_multiple, -x.shape[1] % column_multiple)
+    return jnp.pad(x, ((0, more[0]), (0, more[1]))) if any(more) else x  # a pad by nothing is an operation, too

@@ -10,6 +10,7 @@ from typing import Any
 from .cases import OPS, PEERS
 from .gate.tables import gate_table, voice_sentence, voice_table
 from .serve.tables import serve_tables
+from .step.tables import step_table, trace_tables
 
 BASELINES = Path(__file__).parent / "baselines"
 PUBLISHED = Path(__file__).parent / "published.json"
@@ -92,6 +93,17 @@ def kernels_markdown(folder: Path = BASELINES) -> str:
     return "\n\n".join(parts)
 
 
+def step_markdown(folder: Path = BASELINES) -> str:
+    """Frozen step times of every device."""
+    documents = [json.loads(path.read_text()) for path in sorted(folder.glob("*/step.json"))]
+    parts = [
+        f"## Step on {document['header']['device']}\n\n{_origin(document['header'])}\n\n{step_table(document)}"
+        + (f"\n\n{trace_tables(document)}" if document["traces"] else "")
+        for document in documents
+    ]
+    return "\n\n".join(parts) or "## Step\n\nNo figures are frozen yet."
+
+
 def _origin(header: dict[str, Any]) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in header["versions"].items())
     gpu = "".join(f"; {name} {value}" for name, value in (header["gpu"] or {}).items())
@@ -127,6 +139,7 @@ def _voice() -> dict[str, Any]:
 
 PARTS: dict[str, Callable[[], str]] = {
     "kernels": kernels_markdown,
+    "step": step_markdown,
     "gate": gate_markdown,
     "serve": serve_markdown,
     "voice": lambda: voice_table(_voice()),

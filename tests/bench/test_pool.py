@@ -4,6 +4,7 @@ import fcntl
 import os
 import sys
 import textwrap
+import threading
 import time
 
 import pytest
@@ -76,6 +77,48 @@ def test_the_lock_excludes_and_tells_its_stages(tmp_path):
     assert told[-1] == "compile"
     with (tmp_path / "lock").open("w") as other:
         fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def test_who_shares_the_lock_meets_others_who_do_and_nobody_who_measures(tmp_path):
+    told = []
+    first, second = (GpuLock(tmp_path / "lock", told.append) for _ in range(2))
+    with first.shared(), second.shared(), (tmp_path / "lock").open("w") as other, pytest.raises(BlockingIOError):
+        fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    assert told == ["wait", "compile", "wait", "compile"]
+    with first, (tmp_path / "lock").open("w") as other, pytest.raises(BlockingIOError):
+        fcntl.flock(other, fcntl.LOCK_SH | fcntl.LOCK_NB)
+
+
+def test_who_waits_to_measure_lets_nobody_past(tmp_path):
+    events = []
+
+    def measure():
+        with GpuLock(tmp_path / "lock", lambda _: None):
+            events.append("measured")
+
+    def compile_after():
+        with GpuLock(tmp_path / "lock", lambda _: None).shared():
+            events.append("compiled")
+
+    with GpuLock(tmp_path / "lock", lambda _: None).shared():
+        threads = [threading.Thread(target=target, daemon=True) for target in (measure, compile_after)]
+        for thread in threads:
+            thread.start()
+            time.sleep(0.3)  # the first one waits for the lock when the second one comes
+        assert events == []
+    for thread in threads:
+        thread.join()
+    assert events == ["measured", "compiled"]
+
+
+def test_a_fresh_pool_gives_every_batch_a_process_of_its_own(tmp_path):
+    script = tmp_path / "worker.py"
+    script.write_text(textwrap.dedent(STUBBORN).replace('{"host_us": m}', '{"pid": os.getpid()}'))
+    with (tmp_path / "log").open("wb") as log:
+        pool = Pool("jax", tmp_path / "lock", log, [sys.executable, str(script), "-"], fresh=True)
+        batches = [[Task(case(m), "kernel", "jax") for m in pair] for pair in ((1, 4), (5, 6))]
+        a, b, c, d = (result["pid"] for _, result in run_pool(pool, batches))
+    assert a == b != c == d
 
 
 def test_a_real_worker_measures_and_journals(tmp_path):
