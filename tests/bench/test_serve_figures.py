@@ -17,7 +17,7 @@ from fishjax.bench.serve.drive import Seen, read_calls
 from fishjax.bench.serve.plan import CallersPlan, Requests, split
 from fishjax.bench.serve.prompts import NUM_PROMPTS, prompt
 
-ABOUT = {"loop": "closed", "concurrency": 4, "rate": None, "policy": "bf16", "voices": "cached"}
+ABOUT = {"server": 1, "loop": "closed", "concurrency": 4, "rate": None, "policy": "bf16", "voices": "cached"}
 
 
 def call(called_s, arrivals=(), status=OK, **fields):
@@ -147,6 +147,8 @@ def test_a_promise_holds_or_not_and_one_that_was_not_measured_does_not(line, hol
     measured = [row([call(101, [(0.1, 1)])]), row([call(101, [(0.05, 1)])], loop="base")]
     (judged,) = verdict.verdicts(measured, thresholds(**line), "gpu")
     assert judged[1] is holds, judged[0]
+    slow = row([call(101, [(0.01, 1)])], loop="base", server=2)  # of another server, so no measure
+    assert [told for _, told in verdict.verdicts([slow, *measured], thresholds(**line), "gpu")] == [holds]
     assert not list(verdict.verdicts(measured, thresholds(**line), "cpu"))
 
 

@@ -75,14 +75,15 @@ def server_options(suite: Suite, num_slots: int, *more: str) -> list[str]:
 
 
 class Measuring:
-    """One run of a suite; rows gather in `rows`, servers' starts in `starts`."""
+    """One run of a suite; rows gather in `rows`, starts of servers in `starts`, which rows count from 1 as `server`."""
 
     def __init__(self, suite: Suite, seen: dict[str, Any], thresholds: Thresholds, say: Callable[[str], None]):
         self.rows: list[dict[str, Any]] = []
         self.starts: list[dict[str, Any]] = []
         self._suite, self._seen, self._thresholds, self._say = suite, seen, thresholds, say
         self._firsts = itertools.count(0, _REQUESTS_PER_LOAD)
-        self._policy = suite.precision or ("as converted" if suite.model else seen["precision"])
+        policy = suite.precision or ("as converted" if suite.model else seen["precision"])
+        self._about = {"server": 0, "policy": policy, "voices": suite.voices}
 
     def run(self) -> dict[str, Any]:
         """Measure everything; the document."""
@@ -106,6 +107,7 @@ class Measuring:
         self._say(f"starting a server of {num_slots} slots")
         with ServerProcess(server_options(self._suite, num_slots, *more)) as server:
             self.starts.append({"slots": num_slots, "start_s": round(server.start_s, 2)})
+            self._about["server"] = len(self.starts)
             yield server
 
     def _measure_server(self, address: str, num_slots: int, concurrency: Any, *, last: bool) -> None:
@@ -160,7 +162,7 @@ class Measuring:
             calls = first_requests(address, clip)
             if suite.address is None:
                 for loop, some in (("first", calls[:1]), ("next", calls[1:])):
-                    about = {"loop": loop, "concurrency": 1, "rate": None, "policy": self._policy, "voices": "none"}
+                    about = self._about | {"loop": loop, "concurrency": 1, "rate": None, "voices": "none"}
                     seen = Seen(some, [], some[0].called_s, some[-1].ended_s)
                     self.rows.append(make_row(seen, about, num_slots=num_slots, gpu_price=None))
             cold = suite.voices == "cold"
@@ -173,7 +175,7 @@ class Measuring:
             )
 
     def _put(self, address: str, num_slots: int, load: loads.NamedLoad) -> Seen:
-        about = load.about | {"policy": self._policy, "voices": self._suite.voices}
+        about = self._about | load.about
         self._say(f"{row_name(about)}: {load.load.seconds:g} s at {num_slots} slots")
         seen = asyncio.run(drive(address, load.load, load.width))
         self.rows.append(make_row(seen, about, num_slots=num_slots, gpu_price=self._suite.gpu_price))

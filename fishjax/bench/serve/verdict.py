@@ -21,7 +21,7 @@ class Thresholds:
     """What `thresholds.json` holds. Times are seconds, memory MB; the maps are by platform, "cpu" or "gpu".
 
     A line asks of `figure` in all `rows` (that have one of the values named) to be at most, at least or below a number,
-    which counts `times` the figure of another row, if it names one.
+    which counts `times` the figure of another row of the same server, if it names one.
     """
 
     slots: Mapping[str, Sequence[int]]
@@ -59,7 +59,7 @@ def _limit(line: Mapping[str, Any], row: Row, rows: Sequence[Row]) -> tuple[floa
     words, number = kind.replace("_", " "), line[kind]
     if "times" not in line:
         return number, f"{words} {number:g}"
-    other = [other[line["figure"]] for other in rows if _is(other, line["times"]) and other["slots"] == row["slots"]]
+    other = [other[line["figure"]] for other in rows if _is(other, line["times"]) and other["server"] == row["server"]]
     base = other[0] if other else None
     limit = None if base is None else number * base
     return limit, f"{words} {number:g} x {base} ({line['times']['loop']})"
