@@ -9,7 +9,7 @@ import pytest
 
 from fishjax.bench import report
 from fishjax.bench.header import make_header
-from fishjax.bench.serve import loads, rows, soak, tables, verdict
+from fishjax.bench.serve import loads, rows, soak_verdict, tables, verdict
 from fishjax.bench.serve.arrivals import ON_SHARE, PERIOD_S, arrival_times
 from fishjax.bench.serve.call import OK, Call, underrun_s
 from fishjax.bench.serve.clip import unique_clip, write_clip
@@ -234,22 +234,22 @@ def test_a_soak_finds_what_must_not_be(bad, says):
         call(1, [(0.1, 1)], status="ABORTED", does="reads slowly"),
         call(1, status="NOT_FOUND", does="names no voice"),
     ]
-    assert soak.judge_calls(good) == []
-    (found,) = soak.judge_calls([*good, bad, bad])
+    assert soak_verdict.judge_calls(good) == []
+    (found,) = soak_verdict.judge_calls([*good, bad, bad])
     assert says in found and "(2 calls)" in found
 
 
 def test_a_soak_finds_a_fault_that_nobody_was_told_of():
     told = [call(1, [(0.1, 1)], status="INTERNAL", ended_s=5.0), call(2, status="UNAVAILABLE", ended_s=5.0)]
-    assert soak.judge_fault([call(1, [(0.1, 1)]), *told], 4.0) == []
-    assert soak.judge_fault(told[1:], 4.0)
-    assert soak.judge_fault([*told, call(1, [(0.1, 1)], status="CANCELLED", ended_s=5.0)], 4.0)
-    assert soak.judge_fault([*told, call(1, [(0.1, 1)], status="INTERNAL", ended_s=3.0)], 4.0)
+    assert soak_verdict.judge_fault([call(1, [(0.1, 1)]), *told], 4.0) == []
+    assert soak_verdict.judge_fault(told[1:], 4.0)
+    assert soak_verdict.judge_fault([*told, call(1, [(0.1, 1)], status="CANCELLED", ended_s=5.0)], 4.0)
+    assert soak_verdict.judge_fault([*told, call(1, [(0.1, 1)], status="INTERNAL", ended_s=3.0)], 4.0)
 
 
 def test_a_soak_finds_memory_that_grows_after_it_settled():
     limits = {"settle_seconds": 10, "rss_growth_mb": 64}
     flat = [(s, 1000.0 + (0 if s < 5 else 200) + s % 2) for s in range(60)]
-    assert soak.judge_memory(flat, limits) == []
-    assert soak.judge_memory([(s, 1000.0 + 3 * s) for s in range(60)], limits)
-    assert soak.judge_memory(flat[:8], limits)
+    assert soak_verdict.judge_memory(flat, limits) == []
+    assert soak_verdict.judge_memory([(s, 1000.0 + 3 * s) for s in range(60)], limits)
+    assert soak_verdict.judge_memory(flat[:8], limits)

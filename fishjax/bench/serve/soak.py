@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import signal
-import statistics
 import subprocess
 import tempfile
 import time
@@ -25,10 +24,9 @@ from fishjax.rpc.v1 import tts_pb2_grpc
 from .call import OK, Call
 from .drive import read_calls, run_callers, server_info, start_callers
 from .listen import connect, listen, make_request
-from .mischief import EXPECTED
 from .plan import LISTENS, CallersPlan, Requests
-from .rows import REFUSED
 from .server import ServerProcess
+from .soak_verdict import judge_calls, judge_fault, judge_memory
 from .voice import VOICE_ID, first_requests
 
 _LOOK_S = 0.25
@@ -187,42 +185,6 @@ async def _health(channel: Any) -> str:
     except Exception as error:
         return f"nothing ({type(error).__name__})"
     return health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status)
-
-
-def judge_calls(calls: Sequence[Call]) -> list[str]:
-    """A sentence for each kind of call that ended as it must not, with how often."""
-    found: Counter[str] = Counter()
-    for call in calls:
-        if call.problem:
-            found[f"{call.does}: {call.problem}"] += 1
-        if call.status == REFUSED and not call.promised:
-            if call.retry_ms is None and call.does != "leaves before sound":
-                found[f"{call.does}: refused with no hint when to try again"] += 1
-        elif call.status not in EXPECTED[call.does]:
-            found[f"{call.does}: {'promised, and then ' if call.promised else ''}{call.status}: {call.detail}"] += 1
-    return [f"{what} ({count} calls)" for what, count in found.items()]
-
-
-def judge_fault(calls: Sequence[Call], broken_s: float) -> list[str]:
-    """The same of calls around a fault: in a step INTERNAL, else UNAVAILABLE, and somebody was in it."""
-    after = [call for call in calls if call.ended_s > broken_s and call.status != OK]
-    found = judge_calls([call for call in calls if call.ended_s <= broken_s or call.status == OK])
-    if not any(call.status == "INTERNAL" and call.promised for call in after):
-        found.append("the device broke, and no call that it spoke was told so")
-    wrong = Counter(call.status for call in after if call.status not in ("INTERNAL", "UNAVAILABLE"))
-    return found + [f"after the fault {count} calls ended with {status}" for status, count in wrong.items()]
-
-
-def judge_memory(rss_mb: Sequence[tuple[float, float]], limits: dict[str, float]) -> list[str]:
-    """A sentence if the process has grown by more than the limit since it had settled."""
-    settled = [mb for when_s, mb in rss_mb if when_s >= limits["settle_seconds"]]
-    if len(settled) < 2:
-        return ["memory was not looked at often enough: soak longer"]
-    tenth = max(1, len(settled) // 10)
-    before, after = statistics.median(settled[:tenth]), statistics.median(settled[-tenth:])
-    if after - before <= limits["rss_growth_mb"]:
-        return []
-    return [f"resident memory grew from {before:.0f} to {after:.0f} MB"]
 
 
 def to_document(found: Findings, seen: dict[str, Any], seconds: float) -> dict[str, Any]:
