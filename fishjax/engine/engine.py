@@ -100,9 +100,7 @@ class Engine:
         self.precision = precision or Precision.default()
         kv_dtype = self.precision.kv_dtype
         head_NK = prepared_weight(quantize_head(slice_head(model, im_end_id), self.precision.head))
-        self.memory = memory.plan(
-            model, codec, head_NK, num_slots=num_slots, max_len=max_len, kv_dtype=kv_dtype
-        )
+        self.memory = memory.plan(model, codec, head_NK, num_slots=num_slots, max_len=max_len, kv_dtype=kv_dtype)
         self.memory.check(memory.device_limit())
         self._decode = {
             short: steps.bind(model, steps.decode_step, donate=(1,), first=(head_NK,), short=short)

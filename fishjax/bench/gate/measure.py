@@ -31,7 +31,7 @@ from .spread import spread
 from .texts import FIXED_INPUT, NUM_CHOOSING, NUM_HELD_OUT
 
 FIRST_FRAMES = 5
-_NUM_SLOTS = 16
+_MAX_SLOTS = 16
 _MAX_LEN = 512
 _CODEC_TEXTS = 8
 _HONEST = NUM_HELD_OUT - NUM_CHOOSING
@@ -89,9 +89,9 @@ def measure(
     """
     try:
         say("compiling the engine")
-        speech = assemble(
-            loaded, num_slots=_NUM_SLOTS, max_len=min(_MAX_LEN, loaded.config.max_seq_len), model_name=policy
-        )
+        num_slots = min(_MAX_SLOTS, len(texts) + 1)
+        max_len = min(_MAX_LEN, loaded.config.max_seq_len)
+        speech = assemble(loaded, num_slots=num_slots, max_len=max_len, model_name=policy)
         fixed, *spoken = speak_all(speech, [FIXED_INPUT, *texts], say)
         say("computing the logits over the baseline's frames")
         forced = spoken if baseline is None else baseline.spoken

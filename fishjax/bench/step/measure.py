@@ -6,6 +6,7 @@ is shared, so that cases compile side by side; what is timed has the GPU alone.
 
 from __future__ import annotations
 
+import functools
 import gc
 import time
 from contextlib import AbstractContextManager
@@ -37,8 +38,18 @@ class Lock(Protocol):
         ...
 
 
-_filled: dict[str, Filled] = {}
-"""The weights of this process' case: its second measurement finds them here."""
+# A process has one case; its second measurement finds shapes, programs and weights as the first one left them.
+_rig = functools.cache(Rig)
+
+
+@functools.cache
+def _programs(rig: Rig) -> tuple[Any, Any]:
+    return rig.decode(), rig.sound()
+
+
+@functools.cache
+def _filled(rig: Rig) -> Filled:
+    return rig.fill()
 
 
 class _Compiles:
@@ -57,16 +68,17 @@ def measure(case: Case, part: str, options: dict[str, Any], lock: Lock) -> dict[
     """The fields that this part adds to a row. part: "engine", "peer" or "parts"."""
     del options
     started = time.perf_counter()
-    rig = Rig(case)
+    rig = _rig(case)
     if part == "peer":
         return _measure_peer(rig, lock)
-    (decode, decode_args), (sound, sound_args) = rig.decode(), rig.sound()
+    (decode, decode_args), (sound, sound_args) = _programs(rig)
     lowered = [decode.func.lower(*decode.args, *decode_args), sound.func.lower(*sound.args, *sound_args)]
     variants = parts.lower(rig) if part == "parts" else []
     lower_s = time.perf_counter() - started
     with lock.shared():
-        filled, fill_s = _fill(rig)
         started = time.perf_counter()
+        filled = _filled(rig)
+        fill_s, started = time.perf_counter() - started, time.perf_counter()
         for one in (*lowered, *(one for _, _, one in variants)):
             one.compile()
         compile_s = time.perf_counter() - started
@@ -80,14 +92,6 @@ def measure(case: Case, part: str, options: dict[str, Any], lock: Lock) -> dict[
         "floor_ms": floor_ms(rig),
         "setup_s": {"lower": lower_s, "fill": fill_s, "compile": compile_s},
     }
-
-
-def _fill(rig: Rig) -> tuple[Filled, float]:
-    started = time.perf_counter()
-    if rig.case.key not in _filled:
-        _filled.clear()
-        _filled[rig.case.key] = rig.fill()
-    return _filled[rig.case.key], time.perf_counter() - started
 
 
 def _measure_engine(rig: Rig, filled: Filled, decode: Any, sound: Any) -> dict[str, Any]:
@@ -112,7 +116,7 @@ def _measure_peer(rig: Rig, lock: Lock) -> dict[str, Any]:
     peer, arguments = rig.peer()
     lowered = peer.func.lower(*peer.args, *arguments)
     with lock.shared():
-        filled, _ = _fill(rig)
+        filled = _filled(rig)
         lowered.compile()
     with lock:
         return _times(steady_ms(PeerRun(rig, filled.peer(peer)), NUM_STEPS))
