@@ -105,7 +105,9 @@ def measure(
     errors = []
     for one in spoken:
         say(f"listening: {len(errors)} of {len(spoken)} texts")
-        errors.append(word_errors(one.text.split(), hear(one.audio_T, speech.engine.sample_rate_hz).split()))
+        # What never ended is mostly noise.
+        heard = hear(one.audio_T, speech.engine.sample_rate_hz, second_search=one.ended)
+        errors.append(word_errors(one.text.split(), heard.split()))
     return Measured(policy, loaded.precision, fixed, spoken, errors, logits, codec_mel)
 
 

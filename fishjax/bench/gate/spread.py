@@ -24,7 +24,8 @@ _SEED = 11
 def spread(model: DualAR) -> None:
     """Multiply the blocks of a model whose weights are plain arrays by 2^-4 .. 2^4 each, in place.
 
-    Heads keep their size, and so do rows of queries and keys.
+    Heads keep their size, and so do rows of queries and keys, and `wo` where all values lie in one block of 128 rows
+    (as in minnow): a scale misplaced there is left to the semantic agreement.
     """
     rng = np.random.default_rng(_SEED)
     for _, block in nnx.iter_modules(model):

@@ -9,8 +9,9 @@ from .measure import FIRST_FRAMES
 
 MIN_AGREEMENT = 0.98
 """Share of semantic tokens, each fed what the baseline said before."""
-MAX_LOGIT_ERR = 0.3
-"""Rounding to FP8 stays under 0.2 on minnow; a transposed grid of scales in one layer makes 0.4 to 1.5."""
+MAX_LOGIT_ERR = 0.35
+"""The worst of 5,490 frames of minnow is off by 0.23 in FP8 and 0.29 in MXFP8; two texts are enough for a transposed
+grid of scales in one layer to make 0.43 (wqkv of layer 2) to 1.5."""
 MAX_WER_OVER_BASELINE = 0.02
 MAX_ENDS_UNDER_BASELINE = 0.02
 MAX_LENGTH_CHANGE = 0.1
