@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import socket
 import subprocess
 import sys
@@ -12,14 +13,18 @@ import numpy as np
 import pytest
 
 from fishjax.bench.gate.judge import hear, word_errors
-from fishjax.bench.gate.texts import held_out
+from fishjax.bench.gate.tables import baseline_row
+from fishjax.bench.gate.texts import gate_texts
+from fishjax.bench.gate.verdict import rates
+from fishjax.bench.report import BASELINES
 from fishjax.client import Client
 from fishjax.rpc.v1 import tts_pb2
 from tools.minnow.texts import closed_prompts
 
-# Word error rate of the greedy voice on the first 24 held-out prompts: 8 of 120 words when the weights were made. This
-# guards against getting worse; the slack is two standard errors, since another processor rounds otherwise.
-FROZEN_WER = 8 / 120
+NUM_TEXTS = 24
+# Word error rate of the greedy voice on the gate's first 24 prompts, as it was frozen. This guards against getting
+# worse; the slack is two standard errors, since another processor rounds otherwise.
+FROZEN_WER, _ = rates(baseline_row(json.loads((BASELINES / "cpu" / "gate.json").read_text())), NUM_TEXTS)
 SLACK = 0.05
 
 
@@ -47,7 +52,7 @@ def say(client: Client, text: str, **sampling) -> tuple[np.ndarray, tts_pb2.Summ
 
 def test_a_recogniser_hears_prompts_that_were_never_trained_on(client):
     rate_hz = client.server_info().sample_rate_hz
-    texts = held_out()[:24]
+    texts = gate_texts(NUM_TEXTS)
     assert not set(texts) & set(closed_prompts(4000, seed=5))
     errors = words = 0
     for text in texts:
