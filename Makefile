@@ -29,7 +29,7 @@ serve: $(VENV)/.ready ## start the gRPC server with the small voice on 127.0.0.1
 
 test: $(VENV)/.ready ## lint, types, import rules and all tests that a CPU can run
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/lint-imports && $(BIN)/pyright
-	@$(BIN)/python -m pytest
+	@$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile
 
 bench: $(VENV)/.ready ## measure what this machine can measure
 	@$(BIN)/python -m fishjax.bench kernels

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -31,7 +32,13 @@ def test_text_reaches_the_demo_as_it_was_typed(tmp_path):
     (tmp_path / ".ready").touch()
     text = """say "hi"; it's `x`"""
     variables = [f"VENV={tmp_path}", f"BIN={tmp_path}", f"TEXT={text}"]
+    outer = {"MAKELEVEL", "MAKEFLAGS", "MFLAGS"}  # set where `make test` runs this
     process = subprocess.run(
-        ["make", "-o", f"{tmp_path}/.ready", "demo", *variables], cwd=ROOT, capture_output=True, text=True, timeout=60
+        ["make", "-o", f"{tmp_path}/.ready", "demo", *variables],
+        cwd=ROOT,
+        env={name: value for name, value in os.environ.items() if name not in outer},
+        capture_output=True,
+        text=True,
+        timeout=60,
     )
     assert process.stdout == f"examples/demo.py|--text|{text}|--output|hello.wav|"
