@@ -1,6 +1,6 @@
 """Every error fishjax raises on purpose. Imports nothing, so any layer may raise any of them.
 
-A message names the value, the limit and the way out. `serving/servicer.py` maps each class to a gRPC
+A message names the value, the limit and the way out. `serving/call.py` maps each class to a gRPC
 status; the command line prints the message as one sentence and exits with 2.
 """
 

@@ -20,6 +20,7 @@ from . import logs
 from .config import ServerConfig
 from .contract import Speech
 from .keys import read_keys
+from .options_file import read_options
 from .server import build
 from .tls import server_credentials
 
@@ -28,8 +29,17 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 _DEFAULT = ServerConfig()
 
 
-@app.command()
+@app.command(context_settings={"auto_envvar_prefix": "FISHJAX"})
 def serve(
+    config: Annotated[
+        Path | None,
+        typer.Option(
+            help="TOML file of these options: max-queue = 8; environment and command line go before it",
+            show_default="none",
+            is_eager=True,  # before the options whose defaults it sets
+            callback=read_options,
+        ),
+    ] = None,
     model: Annotated[Path | None, typer.Option(help="Model folder", show_default="minnow, which ships")] = None,
     slots: Annotated[int, typer.Option(help="Requests spoken at once; 1 is the low-latency server", min=1)] = 4,
     max_len: Annotated[int, typer.Option(help="Positions of a slot: prompt columns and frames", min=16)] = 1024,
@@ -83,7 +93,7 @@ def serve(
 ) -> None:
     """Serve speech over gRPC (fishjax.rpc.v1.Tts, health, reflection)."""
     logs.configure(log_level, as_json=log_json)
-    config = ServerConfig(
+    settings = ServerConfig(
         host=host,
         port=port,
         metrics_port=metrics_port,
@@ -98,15 +108,15 @@ def serve(
         slow_reader_s=slow_reader,
     )
     # Mistakes are told before a model is loaded.
-    server_credentials(config)
-    read_keys(config)
+    server_credentials(settings)
+    read_keys(settings)
     from fishjax.engine.compile_cache import default_folder, keep_compiled
     from fishjax.speech import load
 
     keep_compiled(compile_cache or default_folder())
     speech = load(model, num_slots=slots, max_len=max_len, precision=precision, progress=logger.info, warm=False)
     logger.info("device memory for %d slots of %d positions: %s", slots, max_len, speech.engine.memory)
-    raise typer.Exit(asyncio.run(run(speech, config)))
+    raise typer.Exit(asyncio.run(run(speech, settings)))
 
 
 async def run(speech: Speech, config: ServerConfig) -> int:

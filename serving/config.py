@@ -25,7 +25,7 @@ class ServerConfig:
     max_starts_per_step: int = 4  # prompts read between two frames: more would make running streams wait
     slow_reader_s: float = 10.0  # seconds that a reader may fall behind sound that waits for it
     max_unread_s: float = 60.0  # seconds of sound that may wait for a reader before its slot pauses
-    max_live_pause_s: float = 60.0  # seconds that a caller of SynthesizeLive may send nothing
+    max_silence_s: float = 60.0  # seconds that a request, or the next piece of a live text, may take to come
     drain_s: float = 30.0  # seconds that running requests have to end when the server stops
     failure_linger_s: float = 5.0  # seconds that a process whose engine failed still answers NOT_SERVING
     max_text_bytes: int = 65_536  # UTF-8
@@ -56,7 +56,7 @@ class ServerConfig:
         ):
             if getattr(self, name) < low:
                 raise InvalidRequest(f"{name} must be at least {low}, not {getattr(self, name)}")
-        for name in ("slow_reader_s", "max_unread_s", "max_live_pause_s"):
+        for name in ("slow_reader_s", "max_unread_s", "max_silence_s"):
             if not getattr(self, name) > 0:
                 raise InvalidRequest(f"{name} must be above 0 seconds, not {getattr(self, name)}")
         for name in ("drain_s", "failure_linger_s"):

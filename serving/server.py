@@ -13,14 +13,17 @@ from concurrent.futures import ThreadPoolExecutor
 
 import grpc
 import grpc.aio
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from fishjax.errors import Draining, InvalidRequest, NotReady
 from fishjax.rpc.v1 import tts_pb2, tts_pb2_grpc
 
+from .call import Calls
 from .config import ServerConfig
 from .contract import Speech
+from .guard import Guard
+from .health import Health
 from .keys import read_keys
 from .loop import LoopState, SynthesisLoop
 from .mailbox import Mailbox, deliver
@@ -33,7 +36,13 @@ from .voices import VoiceStore
 
 logger = logging.getLogger(__name__)
 SERVICE_NAME = tts_pb2.DESCRIPTOR.services_by_name["Tts"].full_name
-_OTHER_CALLS = 64  # health, info and calls about to be refused, beside those that have a place
+HEALTH_NAME = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
+_KEYLESS = {  # methods that need no key, and how many may be in each at once
+    f"/{HEALTH_NAME}/Check": 64,
+    f"/{HEALTH_NAME}/Watch": 32,
+    f"/{reflection.SERVICE_NAME}/ServerReflectionInfo": 16,
+}
+_OTHER_CALLS = 64 + sum(_KEYLESS.values())  # and info and calls about to be refused, beside those that have a place
 _LARGEST_ANSWER_BYTES = 4 * 1024 * 1024
 
 
@@ -47,11 +56,10 @@ class Server:
         self.metrics = Metrics()
         self._speech = speech
         self._clock = clock
-        self._health = health.aio.HealthServicer()  # pyright: ignore[reportAttributeAccessIssue]
+        self._health = Health([SERVICE_NAME, HEALTH_NAME])
         self._executor = ThreadPoolExecutor(config.decode_threads, thread_name_prefix="prepare")
         self._settled = asyncio.Event()  # the warm-up is over, for better or worse
         self._failed = asyncio.Event()
-        self._tasks: set[asyncio.Task[None]] = set()
         self._grpc: grpc.aio.Server | None = None
         self._stop_metrics: Callable[[], None] | None = None
         self._loop: SynthesisLoop[Mailbox] | None = None
@@ -82,7 +90,10 @@ class Server:
             clock=self._clock,
         )
         self.metrics.watch(self._loop.load)
+        keys = read_keys(config)
+        calls = Calls(keys, self.metrics, self._clock)
         self._grpc = grpc.aio.server(
+            interceptors=[Guard(calls, config.max_silence_s, _KEYLESS)],
             options=[
                 ("grpc.max_receive_message_length", config.max_message_bytes),
                 ("grpc.max_send_message_length", _LARGEST_ANSWER_BYTES),
@@ -107,15 +118,15 @@ class Server:
             self._executor,
             self._references,
             voices,
-            read_keys(config),
+            keys,
+            calls,
             self.metrics,
             config,
             self._clock,
         )
         tts_pb2_grpc.add_TtsServicer_to_server(servicer, self._grpc)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._grpc)
-        reflection.enable_server_reflection((SERVICE_NAME, health.SERVICE_NAME, reflection.SERVICE_NAME), self._grpc)
-        await self._set_health(serving=False)
+        reflection.enable_server_reflection((SERVICE_NAME, HEALTH_NAME, reflection.SERVICE_NAME), self._grpc)
         address, credentials = f"{config.host}:{config.port}", server_credentials(config)
         try:
             if credentials is None:
@@ -154,13 +165,12 @@ class Server:
         """Take no more requests, give those that are here `drain_s` seconds (None: the configured time), end."""
         if self._loop is not None:
             self._loop.drain()
-        await self._health.enter_graceful_shutdown()
+        self._health.close()
         if self._grpc is not None:
             await self._grpc.stop(self.config.drain_s if drain_s is None else drain_s)
         if self._loop is not None:
             await asyncio.to_thread(self._loop.stop)
         self._settled.set()
-        await asyncio.gather(*self._tasks)
         self._executor.shutdown(wait=True, cancel_futures=True)
         if self._stop_metrics is not None:
             await asyncio.to_thread(self._stop_metrics)
@@ -168,23 +178,13 @@ class Server:
         logger.info("stopped")
 
     def _on_state(self, state: LoopState) -> None:
+        # Health first: whoever was told that the server is ready, or has failed, finds it so.
+        self._health.set(serving=state is LoopState.SERVING)
         if state is LoopState.FAILED:
             self._failed.set()
-        task = asyncio.get_running_loop().create_task(self._show(state))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-
-    async def _show(self, state: LoopState) -> None:
-        """Health first: whoever was told that the server is ready finds it SERVING."""
-        await self._set_health(serving=state is LoopState.SERVING)
         if state is LoopState.SERVING:
             logger.info("ready: %d slots", self._speech.engine.num_slots)
         self._settled.set()
-
-    async def _set_health(self, *, serving: bool) -> None:
-        status = health_pb2.HealthCheckResponse.SERVING if serving else health_pb2.HealthCheckResponse.NOT_SERVING
-        for service in ("", SERVICE_NAME):
-            await self._health.set(service, status)
 
 
 def _is_loopback(host: str) -> bool:

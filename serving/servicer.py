@@ -1,8 +1,4 @@
-"""Proto to domain and back: parse, check, hand over, stream, and one table from errors to statuses. Thin on purpose.
-
-A message that a caller can see is a sentence about the request. What went wrong inside stays in the log, under the
-request's id: paths and tracebacks never cross the wire.
-"""
+"""Proto to domain and back: parse, check, hand over, stream. Thin on purpose; `call.py` keeps the books."""
 
 from __future__ import annotations
 
@@ -10,44 +6,19 @@ import asyncio
 import dataclasses
 import logging
 import secrets
-import uuid
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Executor
-from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
-from typing import Any
-
-import grpc
-import grpc.aio
 
 import fishjax
 from fishjax.audio.encode import AudioFormat, StreamEncoder
 from fishjax.engine.sampling_params import SamplingParams
-from fishjax.errors import (
-    Cancelled,
-    DeadlineExceeded,
-    Draining,
-    EngineFailed,
-    FishjaxError,
-    InvalidRequest,
-    LimitReached,
-    NotAllowed,
-    NotReady,
-    PromptTooLong,
-    QueueFull,
-    SlowReader,
-    Unauthenticated,
-    VoiceExists,
-    VoiceNotFound,
-    VoicesFull,
-    WeightsError,
-)
+from fishjax.errors import DeadlineExceeded, InvalidRequest
 from fishjax.rpc.v1 import tts_pb2, tts_pb2_grpc
 
-from . import logs
+from .call import Call, Calls, Context
 from .config import ServerConfig
 from .contract import Speech
-from .keys import ANYBODY, ApiKey, KeyRing
+from .keys import KeyRing
 from .loop import SynthesisLoop
 from .mailbox import Mailbox
 from .metrics import Metrics
@@ -59,29 +30,6 @@ from .voices import Voice, VoiceStore, check_voice_id, clips_digest
 
 logger = logging.getLogger(__name__)
 
-STATUS: dict[type[FishjaxError], grpc.StatusCode] = {
-    FishjaxError: grpc.StatusCode.INTERNAL,
-    InvalidRequest: grpc.StatusCode.INVALID_ARGUMENT,
-    PromptTooLong: grpc.StatusCode.INVALID_ARGUMENT,
-    VoiceNotFound: grpc.StatusCode.NOT_FOUND,
-    VoiceExists: grpc.StatusCode.ALREADY_EXISTS,
-    VoicesFull: grpc.StatusCode.RESOURCE_EXHAUSTED,
-    QueueFull: grpc.StatusCode.RESOURCE_EXHAUSTED,
-    LimitReached: grpc.StatusCode.RESOURCE_EXHAUSTED,
-    Unauthenticated: grpc.StatusCode.UNAUTHENTICATED,
-    NotAllowed: grpc.StatusCode.PERMISSION_DENIED,
-    Draining: grpc.StatusCode.UNAVAILABLE,
-    NotReady: grpc.StatusCode.UNAVAILABLE,
-    SlowReader: grpc.StatusCode.ABORTED,
-    DeadlineExceeded: grpc.StatusCode.DEADLINE_EXCEEDED,
-    Cancelled: grpc.StatusCode.CANCELLED,
-    WeightsError: grpc.StatusCode.INTERNAL,
-    EngineFailed: grpc.StatusCode.INTERNAL,
-}
-"""Every error has its own row; a test walks the subclasses."""
-
-GOODBYE_S = 5.0  # seconds that a caller has to read its status
-RETRY_METADATA = "grpc-retry-pushback-ms"
 FORMATS = {
     tts_pb2.AUDIO_FORMAT_UNSPECIFIED: AudioFormat.PCM_S16LE,
     tts_pb2.PCM_S16LE: AudioFormat.PCM_S16LE,
@@ -95,23 +43,6 @@ _PRIORITIES = {
 }
 _FORMAT_TO_PROTO = {AudioFormat.PCM_S16LE: tts_pb2.PCM_S16LE, AudioFormat.WAV: tts_pb2.WAV}
 _NUM_CHANNELS = 1
-Context = grpc.aio.ServicerContext[Any, Any]
-
-
-@dataclass(slots=True)
-class Call:
-    """One call: its id, whose it is, when it came and how long it may take (seconds; None: as long as it takes).
-
-    `outcome` is how it ended, and `figures` what else the log tells of it.
-    """
-
-    request_id: str
-    rpc: str
-    arrived_s: float
-    remaining_s: float | None
-    key: ApiKey = ANYBODY
-    outcome: str = "ok"
-    figures: dict[str, str | float] = field(default_factory=dict)
 
 
 class TtsServicer(tts_pb2_grpc.TtsServicer):
@@ -125,6 +56,7 @@ class TtsServicer(tts_pb2_grpc.TtsServicer):
         references: ReferenceReader,
         voices: VoiceStore,
         keys: KeyRing,
+        calls: Calls,
         metrics: Metrics,
         config: ServerConfig,
         clock: Callable[[], float],
@@ -135,13 +67,14 @@ class TtsServicer(tts_pb2_grpc.TtsServicer):
         self._references = references
         self._voices = voices
         self._keys = keys
+        self._calls = calls
         self._metrics = metrics
         self._config = config
         self._clock = clock
 
     async def Synthesize(self, request: tts_pb2.SynthesizeRequest, context: Context) -> None:
         """Speak a text: header, audio messages, summary."""
-        async with self._answering(context, "Synthesize") as call:
+        async with self._calls.answering(context, "Synthesize") as call:
             asked = self._parse(request, check_text(request.text, self._config), call)
             with self._keys.using(call.key, self._clock()):
                 await self._speak(call, asked, context)
@@ -150,7 +83,7 @@ class TtsServicer(tts_pb2_grpc.TtsServicer):
         self, request_iterator: AsyncIterator[tts_pb2.SynthesizeLiveRequest], context: Context
     ) -> None:
         """Speak a text that arrives in pieces."""
-        async with self._answering(context, "SynthesizeLive") as call:
+        async with self._calls.answering(context, "SynthesizeLive") as call:
             start = await self._next_piece(request_iterator)
             if start is None or not start.HasField("start"):
                 raise InvalidRequest("the first message of SynthesizeLive must be 'start'")
@@ -176,7 +109,7 @@ class TtsServicer(tts_pb2_grpc.TtsServicer):
     async def _next_piece(
         self, messages: AsyncIterator[tts_pb2.SynthesizeLiveRequest]
     ) -> tts_pb2.SynthesizeLiveRequest | None:
-        patience_s = self._config.max_live_pause_s
+        patience_s = self._config.max_silence_s
         try:
             async with asyncio.timeout(patience_s):
                 return await anext(messages, None)
@@ -259,7 +192,7 @@ class TtsServicer(tts_pb2_grpc.TtsServicer):
         self, request: tts_pb2.GetServerInfoRequest, context: Context
     ) -> tts_pb2.GetServerInfoResponse:
         """The model, the limits and the load."""
-        async with self._answering(context, "GetServerInfo"):
+        async with self._calls.answering(context, "GetServerInfo"):
             return self._info()
         return tts_pb2.GetServerInfoResponse()  # the caller went away
 
@@ -295,7 +228,7 @@ class TtsServicer(tts_pb2_grpc.TtsServicer):
 
     async def CreateVoice(self, request: tts_pb2.CreateVoiceRequest, context: Context) -> tts_pb2.CreateVoiceResponse:
         """Encode clips once, and store them."""
-        async with self._answering(context, "CreateVoice") as call:
+        async with self._calls.answering(context, "CreateVoice") as call:
             clips = check_clips(request.references, self._config)
             if not clips:
                 raise InvalidRequest("a voice needs at least one reference")
@@ -313,41 +246,16 @@ class TtsServicer(tts_pb2_grpc.TtsServicer):
 
     async def ListVoices(self, request: tts_pb2.ListVoicesRequest, context: Context) -> tts_pb2.ListVoicesResponse:
         """All stored voices, by name."""
-        async with self._answering(context, "ListVoices"):
+        async with self._calls.answering(context, "ListVoices"):
             return tts_pb2.ListVoicesResponse(voices=[self._voice_to_proto(voice) for voice in self._voices.all()])
         return tts_pb2.ListVoicesResponse()  # the caller went away
 
     async def DeleteVoice(self, request: tts_pb2.DeleteVoiceRequest, context: Context) -> tts_pb2.DeleteVoiceResponse:
         """Forget a voice."""
-        async with self._answering(context, "DeleteVoice"):
+        async with self._calls.answering(context, "DeleteVoice"):
             await self._voices.delete(request.voice_id)
             logger.info("voice %s: deleted", request.voice_id)
         return tts_pb2.DeleteVoiceResponse()
-
-    @asynccontextmanager
-    async def _answering(self, context: Context, rpc: str) -> AsyncIterator[Call]:
-        """Give a call its request id and find out whose it is; what is raised inside becomes the call's status."""
-        call = Call(uuid.uuid4().hex, rpc, self._clock(), context.time_remaining())
-        with logs.request(call.request_id):
-            try:
-                call.key = self._keys.authenticate(_authorization(context))
-                yield call
-            except asyncio.CancelledError:
-                call.outcome = _how_it_left(context)
-                raise
-            except FishjaxError as error:
-                call.outcome = STATUS[type(error)].name.lower()
-                await _abort(context, error)
-            except Exception:
-                call.outcome = _how_it_left(context) if context.cancelled() else "internal"
-                if context.cancelled():
-                    return  # in the middle of a write, which then fails
-                logger.exception("a fault of the server")
-                sentence = f"a fault of the server; its log has it as request {call.request_id}"
-                await _say_goodbye(context, grpc.StatusCode.INTERNAL, sentence)
-            finally:
-                self._metrics.requests.labels(rpc, call.outcome).inc()
-                logs.figures(logger, {"rpc": rpc, "key": call.key.name, "outcome": call.outcome, **call.figures})
 
     def _voice_to_proto(self, voice: Voice) -> tts_pb2.Voice:
         engine = self._speech.engine
@@ -418,48 +326,3 @@ def _sampling(message: tts_pb2.Sampling, speech: Speech) -> SamplingParams:
 def finish_reason_to_proto(finished: Finished) -> int:
     """The enum value of the same name."""
     return tts_pb2.FinishReason.Value(f"FINISH_REASON_{finished.reason.upper()}")
-
-
-async def _abort(context: Context, error: FishjaxError) -> None:
-    code = STATUS[type(error)]
-    metadata = ()
-    if code is grpc.StatusCode.INTERNAL:
-        logger.error("the request failed", exc_info=error)
-        message = "the engine failed and this request is lost: try again"
-    else:
-        message = str(error)
-        logger.info("refused: %s: %s", code.name, message)
-    if isinstance(error, QueueFull):
-        metadata = ((RETRY_METADATA, str(max(1, round(1000 * error.retry_after_s)))),)
-    await _say_goodbye(context, code, message, metadata)
-
-
-async def _say_goodbye(
-    context: Context,
-    code: grpc.StatusCode,
-    sentence: str,
-    metadata: tuple[tuple[str, str], ...] = (),
-) -> None:
-    """End a call with a status. It queues behind sound that is not read; we wait for a while, then leave it to gRPC."""
-    try:
-        async with asyncio.timeout(GOODBYE_S):
-            await context.abort(code, sentence, trailing_metadata=metadata)
-    except TimeoutError:
-        logger.warning("the caller does not read its status: let go without waiting")
-        raise asyncio.CancelledError from None
-    except grpc.aio.InternalError:
-        logger.info("the caller went away before it read its status")
-        raise asyncio.CancelledError from None
-
-
-def _how_it_left(context: Context) -> str:
-    """A caller that is not there any more: its deadline passed, or it went away."""
-    remaining_s = context.time_remaining()
-    return "cancelled" if remaining_s is None or remaining_s > 0 else "deadline_exceeded"
-
-
-def _authorization(context: Context) -> str | None:
-    for name, value in context.invocation_metadata() or ():
-        if name == "authorization" and isinstance(value, str):
-            return value
-    return None

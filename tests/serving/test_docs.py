@@ -9,8 +9,8 @@ import pytest
 import typer
 
 from serving.__main__ import app
+from serving.call import STATUS
 from serving.config import ServerConfig
-from serving.servicer import STATUS
 
 PAGE = (Path(__file__).parents[2] / "docs" / "serving.md").read_text(encoding="utf-8")
 OPTIONS = [option for option in typer.main.get_command(app).params if option.name != "help"]
@@ -48,7 +48,7 @@ def test_every_error_is_there_with_its_status():
     [
         ("max_text_bytes", "{:,} bytes of UTF-8"),
         ("max_references", "{}, each 0.2 s to 60 s"),
-        ("max_live_pause_s", "`SynthesizeLive` caller | {:g} s"),
+        ("max_silence_s", "`SynthesizeLive` caller | {:g} s"),
         ("max_unread_s", "{:g} s of it"),
         ("max_voices", "stored voices | {:,}"),
     ],
@@ -58,4 +58,4 @@ def test_limits_are_those_of_the_code(field, words):
 
 
 def test_the_largest_message_is_that_of_the_code():
-    assert f"request message | {ServerConfig().max_message_bytes // 2**20} MiB" in PAGE
+    assert f"request message, unpacked | {ServerConfig().max_message_bytes // 2**20} MiB" in PAGE

@@ -143,7 +143,7 @@ async def test_bad_input_is_refused_with_a_sentence(serve, name):
 
 
 async def test_a_call_that_sends_nothing_is_ended(serve):
-    async with serve(FakeEngine(num_slots=1), max_live_pause_s=0.2) as running:
+    async with serve(FakeEngine(num_slots=1), max_silence_s=0.2) as running:
         call = running.tts.SynthesizeLive(timeout=PATIENCE_S)
         await call.write(start())
         await call.write(text("One. Two"))

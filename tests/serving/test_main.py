@@ -9,7 +9,11 @@ import sys
 
 import grpc
 import pytest
+from typer.testing import CliRunner
 
+import fishjax.speech
+import serving.__main__ as command_line
+from fishjax.errors import InvalidRequest
 from fishjax.rpc.v1 import tts_pb2, tts_pb2_grpc
 from serving.__main__ import run
 from serving._testing import FakeEngine, FakeSpeech
@@ -124,3 +128,81 @@ def test_usage_errors_exit_2(tmp_path):
         assert result.stderr.startswith("error: ")  # before a model was loaded
         assert str(tmp_path) not in result.stderr
     assert serving("--port", "70000").returncode == 2
+
+
+@pytest.fixture
+def started(monkeypatch, tmp_path):
+    """Runs the command line up to where it would serve: (result, arguments of `load`, configuration)."""
+    seen = {}
+
+    def load(model, **options):
+        seen["options"] = options
+        return FakeSpeech()
+
+    async def run(speech, config):
+        seen["config"] = config
+        return 0
+
+    monkeypatch.setattr(fishjax.speech, "load", load)
+    monkeypatch.setattr(command_line, "run", run)
+    monkeypatch.setattr(FakeEngine, "memory", "none", raising=False)
+
+    def start(*arguments, file=None, environment=None):
+        seen.clear()
+        if file is not None:
+            (tmp_path / "server.toml").write_text(file)
+            arguments = (*arguments, "--config", str(tmp_path / "server.toml"))
+        cache = ("--compile-cache", str(tmp_path / "cache"))
+        result = CliRunner().invoke(command_line.app, [*cache, *arguments], env=environment)
+        return result, seen.get("options"), seen.get("config")
+
+    return start
+
+
+FILE = 'slots = 8\nmax-queue = 5\ndrain = 1\nhost = "::1"\nlog-json = true\nvoices = "some/folder"\n'
+
+
+def test_options_come_from_the_command_line_else_the_environment_else_the_file(started):
+    result, options, config = started(file=FILE)
+    assert result.exit_code == 0
+    assert (options["num_slots"], config.max_queue, config.drain_s, config.host) == (8, 5, 1.0, "::1")
+    assert str(config.voices) == "some/folder" and config.port == ServerConfig().port
+    environment = {"FISHJAX_MAX_QUEUE": "6", "FISHJAX_SLOTS": "2"}
+    _, options, config = started("--slots", "3", file=FILE, environment=environment)
+    assert (options["num_slots"], config.max_queue, config.drain_s) == (3, 6, 1.0)
+
+
+def test_the_environment_may_name_the_file(started, tmp_path):
+    (tmp_path / "other.toml").write_text("slots = 9")
+    _, options, _ = started(environment={"FISHJAX_CONFIG": str(tmp_path / "other.toml")})
+    assert options["num_slots"] == 9
+
+
+@pytest.mark.parametrize(
+    ("file", "sentence"),
+    [
+        ("slotz = 8", "sets 'slotz', which is no option of the server"),
+        ("max_queue = 8", "sets 'max_queue'"),
+        ("help = true", "sets 'help'"),
+        ('config = "x"', "sets 'config'"),
+        ("slots = [1, 2]", "slots more than one value"),
+        ("[server]\nslots = 1", "sets 'server'"),
+        ("slots: 8", "is not TOML"),
+    ],
+)
+def test_a_file_of_options_that_is_not_in_order(started, file, sentence):
+    result, options, _ = started(file=file)
+    assert options is None
+    assert isinstance(result.exception, InvalidRequest) and sentence in str(result.exception)
+
+
+def test_a_file_of_options_that_is_not_there(started, tmp_path):
+    result, _, _ = started("--config", str(tmp_path / "none"))
+    assert isinstance(result.exception, InvalidRequest)
+    assert "cannot be read: No such file" in str(result.exception) and str(tmp_path) not in str(result.exception)
+
+
+@pytest.mark.parametrize("source", [{"file": "slots = 0"}, {"environment": {"FISHJAX_SLOTS": "many"}}])
+def test_a_value_out_of_range_is_told_wherever_it_stands(started, source):
+    result, options, _ = started(**source)
+    assert result.exit_code == 2 and options is None and "--slots" in result.output

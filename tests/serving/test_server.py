@@ -500,7 +500,7 @@ async def test_a_slow_reader_is_cut_off_and_holds_nobody_up(serve):
 
 async def test_a_reader_that_never_reads_is_let_go_altogether(serve, monkeypatch, caplog):
     """The status waits behind the unread sound, perhaps for ever; the server does not wait with it."""
-    monkeypatch.setattr("serving.servicer.GOODBYE_S", 0.1)
+    monkeypatch.setattr("serving.call.GOODBYE_S", 0.1)
     engine = FakeEngine(num_slots=1, samples_per_frame=2048)
     async with serve(engine, slow_reader_s=0.1, max_unread_s=1.0, channel_options=SMALL_WINDOW) as running:
         call = running.tts.Synthesize(request("w " * 3000), timeout=PATIENCE_S)

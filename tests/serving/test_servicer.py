@@ -10,8 +10,8 @@ import pytest
 import fishjax.errors
 from fishjax.errors import FishjaxError, InvalidRequest, SlowReader
 from serving import logs
+from serving.call import STATUS
 from serving.config import ServerConfig
-from serving.servicer import STATUS
 from serving.session import ReaderPace
 
 
@@ -74,7 +74,7 @@ async def test_pace_does_not_wait_for_ever():
     [
         ("port", -1),
         ("metrics_port", 70_000),
-        ("max_live_pause_s", 0),
+        ("max_silence_s", 0),
         ("max_queue", -1),
         ("slow_reader_s", 0),
         ("max_message_bytes", 10),
