@@ -67,12 +67,11 @@ class SpeechModel:
 
     def speak(self, utterance: Utterance) -> Iterator[np.ndarray]:
         """Sound of an utterance, one frame (samples_per_frame float32 samples) at a time, from slot 0."""
-        engine, prefix = self.engine, None
+        engine = self.engine
         while (prompt := utterance.next_prompt()) is not None:
             prefix = engine.prefill(
                 prompt.columns_CT,
                 utterance.sampling,
-                prefix=prefix,
                 prefix_length=prompt.prefix_length,
                 first_frame=prompt.first_frame,
             )
@@ -88,8 +87,7 @@ class SpeechModel:
                 if accepted.segment_done:
                     break
                 pending = following
-            prefix = engine.extract(0)
-            engine.free(0)
+        engine.free(0)
 
 
 def load(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -27,7 +27,7 @@ def frame_level(seed: int, frame: int) -> float:
 
 
 class Gate:
-    """Lets steps through: all of them, or so many."""
+    """Lets steps, or chunks, through: all of them, or so many."""
 
     def __init__(self):
         self._condition = threading.Condition()
@@ -62,17 +62,23 @@ class Gate:
 
 @dataclass
 class FakePrefix:
-    """`columns` in the cache; the segment has `frames` frames, `made` of them exist; `next_frame` is the request's."""
+    """`columns` are in the cache, `unread` are not yet; None: they follow the first `kept` that the slot holds.
 
-    columns: list[int]
+    The segment has `frames` frames, `made` of them exist; `next_frame` is the request's.
+    """
+
+    columns: list[int] | None
+    unread: list[list[int]]
     frames: int
     sampling: SamplingParams
     next_frame: int
+    kept: int = 0
     made: int = 0
 
-    def copy(self) -> FakePrefix:
-        """Its own columns."""
-        return FakePrefix(list(self.columns), self.frames, self.sampling, self.next_frame, self.made)
+    @property
+    def num_chunks(self) -> int:
+        """Chunks that are still to be read."""
+        return len(self.unread)
 
 
 @dataclass(frozen=True)
@@ -99,7 +105,8 @@ class FakePending:
 
 @dataclass
 class FakeEngine:
-    """Slots of numbers. Asserts the rules of the verbs: one thread, warm first, insert before step, no freed slot runs.
+    """Slots of numbers. Asserts the rules of the verbs: one thread, warm first, insert and read before step, no freed
+    slot runs. A chunk has `chunk_columns` columns.
 
     `fault` is raised by the result of the next step, `warmup_fault` by the warm-up; `trace` lists the verbs.
     """
@@ -110,10 +117,12 @@ class FakeEngine:
     sample_rate_hz: int = 22050
     samples_per_frame: int = 4
     model_name: str = "fake"
+    chunk_columns: int = 4
     gate: Gate = field(default_factory=Gate)
     fault: Exception | None = None
     warmup_fault: Exception | None = None
     warmup_gate: Gate = field(default_factory=Gate)
+    read_gate: Gate = field(default_factory=Gate)
     trace: list[tuple[Any, ...]] = field(default_factory=list)
     runs: list[tuple[int, ...]] = field(default_factory=list)
 
@@ -131,27 +140,35 @@ class FakeEngine:
             progress("nothing")
 
     def prefill(
-        self,
-        columns_CT: np.ndarray,
-        sampling: SamplingParams,
-        *,
-        prefix: FakePrefix | None = None,
-        prefix_length: int = 0,
-        first_frame: int = 0,
+        self, columns_CT: np.ndarray, sampling: SamplingParams, *, prefix_length: int = 0, first_frame: int = 0
     ) -> FakePrefix:
         """The last column's row 1 says how many frames the segment has."""
         self._note("prefill", prefix_length, columns_CT.shape[1], first_frame)
-        held = [] if prefix is None else prefix.columns
-        assert prefix_length <= len(held), f"{prefix_length} columns of {len(held)}"
-        columns = held[:prefix_length] + columns_CT[0].tolist()
-        if len(columns) > self.max_len:
-            raise PromptTooLong(f"the prompt has {len(columns)} columns; a slot holds {self.max_len}: shorten it")
-        return FakePrefix(columns, int(columns_CT[1, -1]), sampling, first_frame)
+        length = prefix_length + columns_CT.shape[1]
+        if length > self.max_len:
+            raise PromptTooLong(f"the prompt has {length} columns; a slot holds {self.max_len}: shorten it")
+        ids, step = columns_CT[0].tolist(), self.chunk_columns
+        chunks = [ids[at : at + step] for at in range(0, len(ids), step)]
+        return FakePrefix(None, chunks, int(columns_CT[1, -1]), sampling, first_frame, prefix_length)
 
     def insert(self, prefix: FakePrefix, slot: int) -> None:
         """Into the slot."""
         self._note("insert", slot)
-        self._slots[slot] = prefix.copy()
+        columns = prefix.columns
+        if columns is None:
+            row = self._slots[slot]
+            held = [] if row is None or row.columns is None else row.columns
+            assert prefix.kept <= len(held), f"{prefix.kept} columns of {len(held)}"
+            columns = held[: prefix.kept]
+        self._slots[slot] = replace(prefix, columns=list(columns), unread=list(prefix.unread))
+
+    def read(self, slot: int) -> None:
+        """A chunk."""
+        self.read_gate.pass_through()
+        self._note("read", slot)
+        row = self._slots[slot]
+        assert row is not None and row.columns is not None, f"slot {slot} is empty"
+        row.columns += row.unread.pop(0)
 
     def step(self, run: Collection[int]) -> FakePending:
         """One frame of each."""
@@ -164,7 +181,8 @@ class FakeEngine:
         assert len(set(run)) == len(list(run)), f"a slot runs twice: {run}"
         for slot in run:
             row = self._slots[slot]
-            assert row is not None, f"slot {slot} runs empty"
+            assert row is not None and row.columns is not None, f"slot {slot} runs empty"
+            assert not row.unread, f"slot {slot} runs before its prompt is read"
             is_end_B[slot] = row.made >= row.frames
             codes_BK[slot] = [row.sampling.seed % 1000, row.next_frame, row.made]
             audio_Bs[slot] = frame_level(row.sampling.seed, row.next_frame)
@@ -178,8 +196,8 @@ class FakeEngine:
         """A copy."""
         self._note("extract", slot)
         row = self._slots[slot]
-        assert row is not None, f"slot {slot} is empty"
-        return row.copy()
+        assert row is not None and row.columns is not None, f"slot {slot} is empty"
+        return replace(row, columns=list(row.columns), unread=list(row.unread))
 
     def free(self, slot: int) -> None:
         """Empty it."""

@@ -22,7 +22,7 @@ class ServerConfig:
     voices: Path | None = None  # folder of stored voices; None: they are gone when the server ends
     max_queue: int = 64  # REALTIME requests that may wait for a slot, and as many STANDARD ones
     max_batch_queue: int = 256  # BATCH requests that may wait; those that gave their slot up come on top
-    max_starts_per_step: int = 4  # prompts read between two frames: more would make running streams wait
+    max_chunks_per_step: int = 4  # of prompts, read between two frames while every listener has sound for longer
     slow_reader_s: float = 10.0  # seconds that a reader may fall behind sound that waits for it
     max_unread_s: float = 60.0  # seconds of sound that may wait for a reader before its slot pauses
     max_silence_s: float = 60.0  # seconds that a request, or the next piece of a live text, may take to come
@@ -46,7 +46,7 @@ class ServerConfig:
         for name, low in (
             ("max_queue", 0),
             ("max_batch_queue", 0),
-            ("max_starts_per_step", 1),
+            ("max_chunks_per_step", 1),
             ("max_text_bytes", 1),
             ("max_references", 0),
             ("max_voices", 0),

@@ -36,8 +36,15 @@ class PendingStep(Protocol):
         ...
 
 
+class Prefix(Protocol):
+    """A request's state outside the slots, with so many chunks of its prompt still to be read."""
+
+    @property
+    def num_chunks(self) -> int: ...
+
+
 class Engine(Protocol):
-    """Fixed slots and five verbs; see `fishjax.engine.engine.Engine`."""
+    """Fixed slots and six verbs; see `fishjax.engine.engine.Engine`."""
 
     num_slots: int
     max_len: int
@@ -48,17 +55,12 @@ class Engine(Protocol):
 
     def warmup(self, progress: Callable[[str], None] | None = None) -> None: ...
     def prefill(
-        self,
-        columns_CT: np.ndarray,
-        sampling: SamplingParams,
-        *,
-        prefix: Any = None,
-        prefix_length: int = 0,
-        first_frame: int = 0,
-    ) -> Any: ...
+        self, columns_CT: np.ndarray, sampling: SamplingParams, *, prefix_length: int = 0, first_frame: int = 0
+    ) -> Prefix: ...
     def insert(self, prefix: Any, slot: int) -> None: ...
+    def read(self, slot: int) -> None: ...
     def step(self, run: Collection[int]) -> PendingStep: ...
-    def extract(self, slot: int) -> Any: ...
+    def extract(self, slot: int) -> Prefix: ...
     def free(self, slot: int) -> None: ...
 
 

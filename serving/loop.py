@@ -1,6 +1,6 @@
 """The one thread that drives the engine: plan, dispatch a step, hand out the step before.
 
-    plan -> save, free, prefill, insert -> step (dispatched) -> read the step before -> frames to their requests ...
+    plan -> save, free, insert -> read chunks -> step (dispatched) -> read the step before -> frames to their requests
 
 A step's results are read after the next one is dispatched, so that the device never waits for Python; what the next
 one then made of a request that was over is dropped as stale. A fault of the device ends the loop: everybody is told,
@@ -51,6 +51,8 @@ class _Request(Generic[MailboxT]):
     utterance: Utterance
     mailbox: MailboxT
     frames_taken: int = 0
+    prefix: Any = None  # its next prompt, until that is in its slot
+    refusal: FishjaxError | None = None  # why there is none
     saved: Any = None  # what its slot held, while it waits for another
     num_saves: int = 0
 
@@ -210,7 +212,7 @@ class SynthesisLoop(Generic[MailboxT]):
         """The next plan; with `wait`, not before it, a text or a piece of work has something to do. None: the end."""
         with self._changed:
             while self._state is not LoopState.STOPPED:
-                plan = self._scheduler.plan(self._clock(), held=self._held())
+                plan = self._scheduler.plan(self._clock(), self._held(), self._prepare)
                 if plan or self._work or self._texts or not wait:
                     return plan
                 self._changed.wait()
@@ -288,34 +290,41 @@ class SynthesisLoop(Generic[MailboxT]):
             self._engine.insert(request.saved, placement.slot)
             request.saved = None
         for placement, request in self._current(plan.resume):
-            self._enter(placement, request, prefix=self._engine.extract(placement.slot))
+            self._enter(placement, request)
         started = [(request.mailbox, Started(plan.now_s)) for _, request in self._current(plan.start)]
         if started:
             self._deliver(started)
+        for placement, _ in self._current(plan.read):
+            self._engine.read(placement.slot)
         run = [placement.slot for placement, _ in self._current(plan.run)]
         return self._engine.step(run) if run else None
 
-    def _enter(self, placement: Placement, request: _Request[MailboxT], prefix: Any = None) -> None:
-        """Read a request's next prompt into its slot; with `prefix` it follows what that holds already.
-
-        A prompt that the engine refuses ends this request only.
-        """
+    def _prepare(self, request_id: str) -> int:
+        """Cut a request's next prompt into chunks; how many they are. Nothing is read yet."""
+        request = self._requests[request_id]
         prompt = request.utterance.next_prompt()
         assert prompt is not None, "an utterance that is not over has a next prompt"
         try:
-            prefix = self._engine.prefill(
+            request.prefix = self._engine.prefill(
                 prompt.columns_CT,
                 request.utterance.sampling,
-                prefix=prefix,
                 prefix_length=prompt.prefix_length,
                 first_frame=prompt.first_frame,
             )
         except EngineFailed:
             raise
         except FishjaxError as error:
-            self._end(placement.request_id, error)
-        else:
-            self._engine.insert(prefix, placement.slot)
+            request.refusal = error
+            return 1
+        return request.prefix.num_chunks
+
+    def _enter(self, placement: Placement, request: _Request[MailboxT]) -> None:
+        """Put a request's next prompt into its slot. A prompt that the engine refuses ends this request only."""
+        if request.refusal is not None:
+            self._end(placement.request_id, request.refusal)
+            return
+        self._engine.insert(request.prefix, placement.slot)
+        request.prefix = None
 
     def _settle(self, plan: Plan, pending: PendingStep) -> None:
         """Wait for a step's frames and give each to its request."""

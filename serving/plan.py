@@ -31,18 +31,19 @@ class Plan:
     expired: tuple[str, ...] = ()  # requests whose deadline passed; they are gone from the scheduler
     save: tuple[Placement, ...] = ()  # take what the slot holds: the request will go on from it later
     free: tuple[int, ...] = ()  # slots to empty
-    start: tuple[Placement, ...] = ()  # read the first prompt, put it into the slot
+    start: tuple[Placement, ...] = ()  # put the first prompt into the slot
     restore: tuple[Placement, ...] = ()  # put what was saved into the slot
-    resume: tuple[Placement, ...] = ()  # read the next segment's prompt after what the slot holds
-    run: tuple[Placement, ...] = ()  # make a frame; includes those that start, and those that resume
+    resume: tuple[Placement, ...] = ()  # put the next segment's prompt behind what the slot holds
+    read: tuple[Placement, ...] = ()  # read a chunk of the slot's prompt; an entry a chunk
+    run: tuple[Placement, ...] = ()  # make a frame; includes those whose last chunk is read before
 
     @property
-    def num_prompts(self) -> int:
-        """Prompts that are read before the frames."""
-        return len(self.start) + len(self.resume)
+    def num_chunks(self) -> int:
+        """Chunks of prompts that are read before the frames."""
+        return len(self.read)
 
     def __bool__(self) -> bool:
-        return bool(self.expired or self.save or self.free or self.start or self.restore or self.resume or self.run)
+        return any((self.expired, self.save, self.free, self.start, self.restore, self.resume, self.read, self.run))
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,10 +18,11 @@ The policy, whole:
    No more BATCH requests are begun and not over than there are slots, which limits what is saved.
 3. Each class has a queue with an end; whoever comes to a full one is told when to come back.
 4. A passed deadline ends a request, waiting or speaking.
-5. Reading prompts makes running streams wait. Each step reads as many as the listener with the least sound ahead can
-   wait for, by what steps and prompts took so far; at least one, and for BATCH none while somebody has little ahead.
-   The next segments of running requests go by who runs dry first. Every listener is assumed to play, without a pause,
-   from the first sound on.
+5. Prompts are read in chunks, between the steps of those who speak. A step reads one chunk, or as many as the listener
+   with the least sound ahead can wait for, by what steps and chunks took so far; of BATCH none while somebody has
+   little ahead. Chunks go first to whoever is about to run dry, soonest first; the others take turns, REALTIME as if
+   it had waited for some chunks longer; BATCH comes last. Every listener is assumed to play, without a pause, from
+   the first sound on.
 6. A request whose text has not all arrived may have nothing to speak: it keeps its slot and is *idle* until `wake`.
 """
 
@@ -29,7 +30,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import count
 
@@ -41,6 +42,12 @@ _FIRST_GUESS_S = 2.0  # of how long a request holds a slot, until one has finish
 _SMOOTHING = 0.2
 _MAX_OVERTAKES = 3  # REALTIME requests that go before a waiting STANDARD one
 _LITTLE_S = 0.15  # of sound: about three frames
+_HEAD_START = 8  # chunks of others that REALTIME need not wait for
+
+
+def _one_chunk(request_id: str) -> int:
+    """What a prompt takes at least."""
+    return 1
 
 
 @dataclass(slots=True)
@@ -52,6 +59,8 @@ class _Request:
     turn: int = 0
     started_s: float | None = None  # when it first got a slot
     needs_prompt: bool = True
+    chunks_left: int = 0  # of its prompt, to be read
+    waits_since: int = 0  # chunks read for all when it had its latest one, or when its prompt came
     idle: bool = False
     was_saved: bool = False
     dry_s: float = math.inf  # when a listener runs out of the sound made so far; inf: has not begun to listen
@@ -59,35 +68,36 @@ class _Request:
     @property
     def has_prompt(self) -> bool:
         """Whether its slot can make a frame."""
-        return not self.needs_prompt and not self.idle
+        return not self.needs_prompt and not self.chunks_left and not self.idle
 
 
 @dataclass(slots=True)
 class _StepTime:
-    """How long a step takes, and how much longer with each prompt that is read in it. Learns from both kinds."""
+    """How long a step takes, and how much longer with each chunk that is read before it. Learns from both kinds."""
 
     step_s: float = 0.01
-    prompt_s: float = 0.03
+    chunk_s: float = 0.03
 
-    def learn(self, took_s: float, num_prompts: int) -> None:
-        if num_prompts:
-            self.prompt_s += _SMOOTHING * (max(0.0, took_s - self.step_s) / num_prompts - self.prompt_s)
+    def learn(self, took_s: float, num_chunks: int) -> None:
+        if num_chunks:
+            self.chunk_s += _SMOOTHING * (max(0.0, took_s - self.step_s) / num_chunks - self.chunk_s)
         else:
             self.step_s += _SMOOTHING * (took_s - self.step_s)
 
-    def of(self, num_prompts: int) -> float:
-        return self.step_s + num_prompts * self.prompt_s
+    def of(self, num_chunks: int) -> float:
+        return self.step_s + num_chunks * self.chunk_s
 
 
 class Scheduler:
     """`num_slots` slots and a queue a class.
 
     `max_queue` (of REALTIME and of STANDARD) and `max_batch_queue` requests may wait beyond those that a slot can be
-    had for. `frame_s`: seconds of sound in a frame. At most `max_starts_per_step` prompts are read between two frames.
+    had for. `frame_s`: seconds of sound in a frame. At most `max_chunks_per_step` chunks of prompts are read between
+    two frames, and as many requests get a slot.
     """
 
     def __init__(
-        self, num_slots: int, max_queue: int, *, frame_s: float, max_batch_queue: int = 0, max_starts_per_step: int = 4
+        self, num_slots: int, max_queue: int, *, frame_s: float, max_batch_queue: int = 0, max_chunks_per_step: int = 4
     ):
         self._max_queue = {
             Priority.REALTIME: max_queue,
@@ -95,13 +105,14 @@ class Scheduler:
             Priority.BATCH: max_batch_queue,
         }
         self._frame_s = frame_s
-        self._max_prompts = max_starts_per_step
+        self._max_chunks = max_chunks_per_step
         self._requests: dict[str, _Request] = {}
         self._queues: dict[Priority, OrderedDict[str, None]] = {priority: OrderedDict() for priority in Priority}
         self._slots: list[str | None] = [None] * num_slots
         self._left: set[int] = set()  # slots whose request is gone, to be emptied by the next plan
         self._turns = count(1)
         self._overtakes = 0
+        self._chunks_read = 0
         self._hold_s = _FIRST_GUESS_S
         self._step_time = _StepTime()
         self._in_flight: Plan | None = None  # the latest plan, until it is applied
@@ -175,23 +186,31 @@ class Scheduler:
         request = self._requests[request_id]
         request.idle, request.needs_prompt, request.dry_s = False, True, math.inf
 
-    def plan(self, now_s: float, held: Collection[str] = ()) -> Plan:
-        """The next step. Requests in `held` keep their slot and make no frame; saved ones among them keep waiting."""
+    def plan(self, now_s: float, held: Collection[str] = (), chunks_of: Callable[[str], int] = _one_chunk) -> Plan:
+        """The next step. Requests in `held` keep their slot and make no frame; saved ones among them keep waiting.
+
+        `chunks_of` is asked once for each request that starts or resumes: how many chunks its next prompt has.
+        """
         expired = tuple(name for name, request in self._requests.items() if _passed(request.deadline_s, now_s))
         for request_id in expired:
             self.cancel(request_id)
         free, self._left = tuple(sorted(self._left)), set()
         ahead_s = self._least_ahead_s(now_s, held)
-        budget = next((n for n in range(self._max_prompts, 1, -1) if self._step_time.of(n) <= ahead_s), 1)
+        budget = next((n for n in range(self._max_chunks, 1, -1) if self._step_time.of(n) <= ahead_s), 1)
         batch = ahead_s >= _LITTLE_S
-        resuming = self._next_to_resume(budget, batch=batch)
-        save, start, restore = self._give_slots(now_s, max(1, budget - len(resuming)), held, batch=batch)
-        resume = [name for name in resuming if self._requests[name].slot is not None]  # some may just be saved
+        save, start, restore = self._give_slots(now_s, budget, held, batch=batch)
+        seated = {*start, *restore}
+        resume = [name for name in self.running_ids if self._requests[name].needs_prompt and name not in seated]
         for request_id in (*start, *resume):
-            self._requests[request_id].needs_prompt = False
+            request = self._requests[request_id]
+            request.needs_prompt = False
+            request.chunks_left, request.waits_since = chunks_of(request_id), self._chunks_read
+        read = self._next_to_read(now_s, budget, batch=batch)
         run = [name for name in self.running_ids if name not in held and self._requests[name].has_prompt]
         placed = self._place
-        plan = Plan(now_s, expired, save, free, placed(start), placed(restore), placed(resume), placed(run))
+        plan = Plan(
+            now_s, expired, save, free, placed(start), placed(restore), placed(resume), placed(read), placed(run)
+        )
         self._in_flight = plan if run else None
         if not run:
             self._applied_s = None
@@ -210,7 +229,7 @@ class Scheduler:
         if plan is self._in_flight:
             self._in_flight = None
         if self._applied_s is not None and now_s > self._applied_s:
-            self._step_time.learn(now_s - self._applied_s, plan.num_prompts)
+            self._step_time.learn(now_s - self._applied_s, plan.num_chunks)
         self._applied_s = now_s
         underruns = []
         for placement in plan.run:
@@ -242,15 +261,30 @@ class Scheduler:
         least_s = min(dry_s, default=math.inf) - now_s
         if self._in_flight is None:
             return least_s
-        return least_s + self._frame_s - self._step_time.of(self._in_flight.num_prompts)
+        return least_s + self._frame_s - self._step_time.of(self._in_flight.num_chunks)
 
-    def _next_to_resume(self, limit: int, *, batch: bool) -> list[str]:
-        """Running requests whose next segment's prompt is read now: those who run dry first, BATCH last."""
+    def _next_to_read(self, now_s: float, limit: int, *, batch: bool) -> list[str]:
+        """Whose chunks are read now, in order; a request may have several."""
         requests = self._requests
-        names = [name for name in self.running_ids if requests[name].needs_prompt]
+        names = [name for name in self.running_ids if requests[name].chunks_left]
         names = [name for name in names if batch or requests[name].priority is not Priority.BATCH]
-        names.sort(key=lambda name: (requests[name].priority is Priority.BATCH, requests[name].dry_s))
-        return names[:limit]
+
+        def rank(name: str) -> tuple[bool, float, int]:
+            request = requests[name]
+            hurry_s = request.dry_s if request.dry_s - now_s < _LITTLE_S else math.inf
+            head_start = _HEAD_START if request.priority is Priority.REALTIME else 0
+            return request.priority is Priority.BATCH, hurry_s, request.waits_since - head_start
+
+        read = []
+        while names and len(read) < limit:
+            request = requests[name := min(names, key=rank)]
+            self._chunks_read += 1
+            # One more: a newcomer goes before whoever had the latest chunk.
+            request.chunks_left, request.waits_since = request.chunks_left - 1, self._chunks_read + 1
+            read.append(name)
+            if not request.chunks_left:
+                names.remove(name)
+        return read
 
     def _give_slots(
         self, now_s: float, limit: int, held: Collection[str], *, batch: bool

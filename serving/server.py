@@ -81,7 +81,7 @@ class Server:
                 config.max_queue,
                 frame_s=frame_s,
                 max_batch_queue=config.max_batch_queue,
-                max_starts_per_step=config.max_starts_per_step,
+                max_chunks_per_step=config.max_chunks_per_step,
             ),
             deliver=lambda mail: _post(aio, deliver, mail),
             on_state=lambda state: _post(aio, self._on_state, state),

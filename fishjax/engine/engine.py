@@ -1,15 +1,18 @@
-"""The engine: weights and slots on the device, driven by five verbs. NumPy in, NumPy out.
+"""The engine: weights and slots on the device, driven by six verbs. NumPy in, NumPy out.
 
-    prefill(columns) -> Prefix -> insert(prefix, slot) -> step(run) -> frames ... -> extract(slot) / free(slot)
+    prefill(columns) -> Prefix -> insert(prefix, slot) -> read(slot) ... -> step(run) -> frames ... -> free(slot)
+                                                 ^------- Prefix <- extract(slot)
 
-One step is two device programs: `decode_step` (codes) and `codec_step` (sound). `step` only dispatches; its result
-is read through `PendingStep.result()`, one step late, so that the device never waits for Python. Every program has
-one shape per engine (prefill: one per bucket) and is compiled by `warmup`. Knows nothing of text, requests or clocks.
+A prompt is read straight into its slot, a chunk at a time, between the steps of the others. One step is two device
+programs: `decode_step` (codes) and `codec_step` (sound). `step` only dispatches; its result is read through
+`PendingStep.result()`, one step late, so that the device never waits for Python. Every program has one shape per
+engine (prefill: one per width of a chunk) and is compiled by `warmup`. Knows nothing of text, requests or clocks.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections import deque
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
@@ -19,17 +22,19 @@ import numpy as np
 from fishjax.codec import Codec
 from fishjax.codec.stream import init_stream
 from fishjax.engine import memory, steps
+from fishjax.engine.chunks import SMALLEST_CHUNK, Chunk, cut, widths
+from fishjax.engine.prefix import Prefix
 from fishjax.engine.sampling import TOP_K_CAP
 from fishjax.engine.sampling_params import SamplingParams
-from fishjax.engine.state import Prefix, StepInputs, StepOutput, new_state, segment_start
+from fishjax.engine.state import StepInputs, StepOutput, new_state, segment_start
 from fishjax.errors import InvalidRequest, PromptTooLong
-from fishjax.model.cache import init_cache
 from fishjax.model.dual_ar import DualAR, slice_head
 from fishjax.weights.precision import Precision
 from fishjax.weights.prepare import prepared_weight
 from fishjax.weights.quantize import quantize_head
 
-_SMALLEST_BUCKET = 16
+CHUNK_COLUMNS = 256
+"""Of a prompt, read at a time: the longest that a step waits for somebody else's prompt."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,8 +71,9 @@ class Engine:
     """A model, its codec and `num_slots` slots of `max_len` columns each.
 
     `precision` says how the head and the cache are kept (the weights come as they are); `max_reference_s` is the
-    longest reference clip in seconds. `memory` is what all of it takes. Not thread-safe: one loop owns it.
-    Raises InvalidRequest for sizes that cannot be, or that the device has no room for.
+    longest reference clip in seconds; at most `chunk_columns` of a prompt are read between two steps. `memory` is what
+    all of it takes. Not thread-safe: one loop owns it. Raises InvalidRequest for sizes that cannot be, or that the
+    device has no room for.
     """
 
     def __init__(
@@ -80,14 +86,15 @@ class Engine:
         max_len: int,
         precision: Precision | None = None,
         max_reference_s: float = 30.0,
+        chunk_columns: int = CHUNK_COLUMNS,
         model_name: str = "fishjax",
     ):
         config = model.config
         if num_slots < 1:
             raise InvalidRequest(f"slots must be at least 1, not {num_slots}")
-        if not _SMALLEST_BUCKET <= max_len <= config.max_seq_len:
+        if not SMALLEST_CHUNK <= max_len <= config.max_seq_len:
             raise InvalidRequest(
-                f"max-len must lie in {_SMALLEST_BUCKET}..{config.max_seq_len} (the model's longest), not {max_len}"
+                f"max-len must lie in {SMALLEST_CHUNK}..{config.max_seq_len} (the model's longest), not {max_len}"
             )
         self.config, self.codec_config = config, codec.config
         self.num_slots, self.max_len, self.model_name = num_slots, max_len, model_name
@@ -106,7 +113,7 @@ class Engine:
             short: steps.bind(model, steps.decode_step, donate=(1,), first=(head_NK,), short=short)
             for short in (True, False)
         }
-        self._prefill = steps.bind(model, steps.prefill_step)
+        self._prefill = steps.bind(model, steps.prefill_step, donate=(0,))
         self._sound = steps.bind(codec, steps.codec_step, donate=(0,))
         self._encode = steps.bind(codec, steps.encode_step)
         self._insert = jax.jit(steps.insert_slot, donate_argnums=(0, 1))
@@ -114,8 +121,8 @@ class Engine:
 
         self._state = new_state(config, num_slots, max_len, kv_dtype)
         self._codec_state = init_stream(codec, num_slots, max_len)
-        self._empty_cache = init_cache(config, 1, max_len, kv_dtype)
-        self._silent_row = init_stream(codec, 1, max_len)
+        self._widths = widths(max_len, chunk_columns)
+        self._unread: list[deque[Chunk]] = [deque() for _ in range(num_slots)]
         self._reset_B = np.zeros(num_slots, bool)
         self._cancel_B = np.zeros(num_slots, bool)
         self._top_k_B = np.ones(num_slots, np.int32)
@@ -123,36 +130,28 @@ class Engine:
     def warmup(self, progress: Callable[[str], None] | None = None) -> None:
         """Compile every program by running it once; afterwards nothing compiles. `progress` hears what is next."""
         say = progress or (lambda _: None)
-        prefix = None
-        for bucket in self._buckets():
-            say(f"prefill of {bucket} columns")
-            columns = np.zeros((self.num_codebooks + 1, min(bucket, self.max_len - 1) + 1), np.int32)
-            prefix = self.prefill(columns, SamplingParams())
-        assert prefix is not None
+        for width in self._widths:
+            say(f"prefill of {width} columns")
+            columns_CT = np.zeros((self.num_codebooks + 1, min(width, self.max_len - 1) + 1), np.int32)
+            self.insert(self.prefill(columns_CT, SamplingParams()), 0)
+            self.read(0)
         for top_k, ordering in ((1, "short"), (TOP_K_CAP + 1, "whole")):
             say(f"decode step, {ordering} ordering of candidates")
-            self.insert(dataclasses.replace(prefix, top_k=top_k), 0)
+            self.insert(dataclasses.replace(self.extract(0), top_k=top_k), 0)
             self.step([0]).result()
-        self.insert(self.extract(0), 0)
         self.free(0)
         self.step([]).result()
         say("reference encoder")
         self.encode_reference(np.zeros(self.samples_per_frame, np.float32))
 
     def prefill(
-        self,
-        columns_CT: np.ndarray,
-        sampling: SamplingParams,
-        *,
-        prefix: Prefix | None = None,
-        prefix_length: int = 0,
-        first_frame: int = 0,
+        self, columns_CT: np.ndarray, sampling: SamplingParams, *, prefix_length: int = 0, first_frame: int = 0
     ) -> Prefix:
-        """Read all but the last of `columns_CT` int32 (C+1, T) into a cache; the first step reads the last one.
+        """A prompt for a slot, nothing of it read yet.
 
-        With `prefix` the columns follow the first `prefix_length` of its columns (its own state is left as it
-        was). `first_frame` counts the frames that the request already has: it keys the random numbers.
-        Raises PromptTooLong when no position is left for a frame.
+        All but the last of `columns_CT` int32 (C+1, T) are read into the cache; the first step reads the last one.
+        They follow the first `prefix_length` columns that the slot holds. `first_frame` counts the frames that the
+        request already has: it keys the random numbers. Raises PromptTooLong when no position is left for a frame.
         """
         num_new = columns_CT.shape[1] - 1
         length = prefix_length + num_new
@@ -160,30 +159,28 @@ class Engine:
             raise InvalidRequest("a prompt needs at least one column")
         if length >= self.max_len:
             raise PromptTooLong(f"the prompt has {length + 1} columns; a slot holds {self.max_len}: shorten it")
-        cache = self._empty_cache if prefix is None else prefix.cache
-        done = 0
-        while done < num_new:
-            bucket = next((b for b in self._buckets() if b >= num_new - done), self._buckets()[-1])
-            chunk_1KT = np.zeros((1, columns_CT.shape[0], bucket), np.int32)
-            width = min(bucket, num_new - done)
-            chunk_1KT[0, :, :width] = columns_CT[:, done : done + width]
-            cache = self._prefill(cache, chunk_1KT, np.array([prefix_length + done], np.int32))
-            done += width
         slots = segment_start(columns_CT[:, -1], length, first_frame, sampling)
-        return Prefix(slots=slots, cache=cache, top_k=sampling.top_k)
+        return Prefix(cut(columns_CT[:, :-1], prefix_length, slots, self._widths), sampling.top_k)
 
     def insert(self, prefix: Prefix, slot: int) -> None:
-        """Put a request into a slot; its next step makes its next frame."""
-        self._reset_B[slot] = prefix.codec is None
+        """Put a request into a slot; once its prompt is read, its next step makes its next frame."""
+        self._unread[slot] = deque(prefix.unread)
+        self._reset_B[slot] = prefix.silent
         self._cancel_B[slot] = False
         self._top_k_B[slot] = prefix.top_k
-        codec_row = self._silent_row if prefix.codec is None else prefix.codec
-        self._state, self._codec_state = self._insert(
-            self._state, self._codec_state, prefix.slots, prefix.cache, codec_row, np.int32(slot)
-        )
+        if prefix.saved is not None:
+            self._state, self._codec_state = self._insert(self._state, self._codec_state, prefix.saved, np.int32(slot))
+
+    def read(self, slot: int) -> None:
+        """Read the next chunk of a slot's prompt; returns at once."""
+        chunk = self._unread[slot].popleft()
+        self._state = self._prefill(self._state, chunk.columns_1KT, np.int32(chunk.start), chunk.slots, np.int32(slot))
 
     def step(self, run: Collection[int]) -> PendingStep:
-        """Make the next frame of each slot in `run`; returns at once."""
+        """Make the next frame of each slot in `run`, after what is unread of its prompt; returns at once."""
+        for slot in run:
+            while self._unread[slot]:
+                self.read(slot)
         run_B = np.zeros(self.num_slots, bool)
         run_B[list(run)] = True
         # NumPy arrays that nobody writes to again: jit takes them ten times faster than jnp.array makes device arrays.
@@ -198,13 +195,13 @@ class Engine:
 
     def extract(self, slot: int) -> Prefix:
         """Take a copy of everything that the request in `slot` needs to go on elsewhere to the same codes."""
-        slots, cache, codec = self._extract(self._state, self._codec_state, np.int32(slot))
-        codec = None if self._reset_B[slot] else codec
-        return Prefix(slots=slots, cache=cache, top_k=int(self._top_k_B[slot]), codec=codec)
+        saved = self._extract(self._state, self._codec_state, np.int32(slot))
+        return Prefix(tuple(self._unread[slot]), int(self._top_k_B[slot]), bool(self._reset_B[slot]), saved)
 
     def free(self, slot: int) -> None:
         """Empty a slot (carried out by the next step)."""
         self._cancel_B[slot] = True
+        self._unread[slot].clear()
 
     def encode_reference(self, audio_T: np.ndarray) -> np.ndarray:
         """Mono float32 samples at `sample_rate_hz` -> codes int32 (codebooks, frames); trimmed to the longest clip."""
@@ -216,10 +213,3 @@ class Engine:
         padded_BT[0, : audio_T.size] = audio_T
         num_frames = -(-audio_T.size // self.samples_per_frame)
         return np.asarray(self._encode(padded_BT))[0, :, :num_frames]
-
-    def _buckets(self) -> list[int]:
-        """Prefill widths: powers of two, the last one at least as long as a slot."""
-        widths = [_SMALLEST_BUCKET]
-        while widths[-1] < self.max_len:
-            widths.append(2 * widths[-1])
-        return widths

@@ -60,8 +60,8 @@ def plan(model: DualAR, codec: Codec, head_NK: Any, *, num_slots: int, max_len: 
         weights=num_bytes((nnx.state(model), nnx.state(codec), head_NK)),
         slots=described(lambda: new_state(config, num_slots, max_len, kv_dtype)),
         sound=described(lambda: init_stream(codec, num_slots, max_len)),
-        # An empty row, one that is being read, and one for each slot whose request is taken out of it.
-        moving=row * (num_slots + 2),
+        # One for each slot whose request is taken out of it.
+        moving=row * num_slots,
     )
 
 

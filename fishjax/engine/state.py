@@ -7,7 +7,6 @@ end of speech; token ids exist only in the columns that the slow transformer rea
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +14,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fishjax.codec.stream import CodecStreamState
 from fishjax.config import ModelConfig
 from fishjax.engine.sampling import RAS_WINDOW
 from fishjax.engine.sampling_params import SamplingParams
@@ -25,17 +23,17 @@ from fishjax.model.cache import KVCache, init_cache
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class SlotState:
-    """Everything about a slot but its cache and codec state; each field has the slot axis B first."""
+    """Everything about a slot but its cache and codec state; each field, of JAX or of NumPy, has the slot axis first."""
 
-    length_B: jax.Array  # int32: columns whose keys and values are in the cache
-    column_BK: jax.Array  # int32 (B, C+1): the next column to read; row 0 is a token id
-    window_BW: jax.Array  # int32 (B, 10): latest semantic candidates of this segment, -1 where none yet
-    frame_B: jax.Array  # int32: frames sampled since the request began; keys the random numbers
-    segment_frame_B: jax.Array  # int32: frames sampled since the segment began
-    seed_B: jax.Array  # uint32
-    temperature_B: jax.Array  # float32
-    top_p_B: jax.Array  # float32
-    top_k_B: jax.Array  # int32
+    length_B: Any  # int32: columns whose keys and values are in the cache
+    column_BK: Any  # int32 (B, C+1): the next column to read; row 0 is a token id
+    window_BW: Any  # int32 (B, 10): latest semantic candidates of this segment, -1 where none yet
+    frame_B: Any  # int32: frames sampled since the request began; keys the random numbers
+    segment_frame_B: Any  # int32: frames sampled since the segment began
+    seed_B: Any  # uint32
+    temperature_B: Any  # float32
+    top_p_B: Any  # float32
+    top_k_B: Any  # int32
 
 
 @jax.tree_util.register_dataclass
@@ -66,25 +64,6 @@ class StepOutput:
     codes_BK: jax.Array
 
 
-@dataclass(frozen=True)
-class Prefix:
-    """One request's state outside the slots: enough to go on to the same codes in any slot.
-
-    `slots` and `cache` have one row; `top_k` is the request's, for the host; `codec` is None where sound starts from
-    silence.
-    """
-
-    slots: SlotState
-    cache: KVCache
-    top_k: int
-    codec: CodecStreamState | None = None
-
-    @property
-    def length(self) -> int:
-        """Columns held by the cache."""
-        return int(self.slots.length_B[0])
-
-
 def new_slots(num_slots: int, num_codebooks: int) -> SlotState:
     """Empty slots."""
     zeros = jnp.zeros((num_slots,), jnp.int32)
@@ -109,14 +88,18 @@ def new_state(config: ModelConfig, num_slots: int, max_len: int, kv_dtype) -> De
 
 
 def segment_start(column: np.ndarray, length: int, first_frame: int, sampling: SamplingParams) -> SlotState:
-    """The one-row state of a segment whose cache holds `length` columns and whose next column is `column` (C+1)."""
-    return dataclasses.replace(
-        new_slots(1, len(column) - 1),
-        length_B=jnp.array([length], jnp.int32),
-        column_BK=jnp.asarray(column, jnp.int32)[None],
-        frame_B=jnp.array([first_frame], jnp.int32),
-        seed_B=jnp.array([sampling.seed], jnp.uint32),
-        temperature_B=jnp.array([sampling.temperature], jnp.float32),
-        top_p_B=jnp.array([sampling.top_p], jnp.float32),
-        top_k_B=jnp.array([sampling.top_k], jnp.int32),
+    """The one-row state of a segment whose cache holds `length` columns and whose next column is `column` (C+1).
+
+    Of NumPy arrays: they go into the program that reads the prompt, and making them costs the device nothing.
+    """
+    return SlotState(
+        length_B=np.array([length], np.int32),
+        column_BK=np.asarray(column, np.int32)[None],
+        window_BW=np.full((1, RAS_WINDOW), -1, np.int32),
+        frame_B=np.array([first_frame], np.int32),
+        segment_frame_B=np.zeros(1, np.int32),
+        seed_B=np.array([sampling.seed], np.uint32),
+        temperature_B=np.array([sampling.temperature], np.float32),
+        top_p_B=np.array([sampling.top_p], np.float32),
+        top_k_B=np.array([sampling.top_k], np.int32),
     )

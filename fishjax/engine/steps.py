@@ -1,5 +1,6 @@
 """The device programs: pure functions from state to state, and `bind`, which compiles one over a module's weights.
 
+prefill_step: columns of a prompt -> keys and values of one slot
 decode_step: column -> slow step -> semantic candidate -> fast loop -> codes -> next column
 codec_step:  codes -> sound, each slot's stream state carried
 """
@@ -19,7 +20,6 @@ from fishjax.codec import Codec
 from fishjax.codec.stream import CodecStreamState, stream_decode
 from fishjax.engine import sampling
 from fishjax.engine.state import DecodeState, SlotState, StepInputs, StepOutput
-from fishjax.model.cache import KVCache
 from fishjax.model.dual_ar import DualAR
 
 
@@ -98,9 +98,17 @@ def codec_step(
     return state, audio_Bs.astype(jnp.float32)
 
 
-def prefill_step(model: DualAR, cache: KVCache, columns_BKT: jax.Array, start_B: jax.Array) -> KVCache:
-    """Read columns (1, C+1, T) into a one-row cache at `start_B`; no logits."""
-    return model.slow.extend(model.slow.embed(columns_BKT, generation=True), start_B, cache)[1]
+def prefill_step(
+    model: DualAR, state: DecodeState, columns_1KT: jax.Array, start: jax.Array, row: SlotState, slot: jax.Array
+) -> DecodeState:
+    """Read a chunk of columns (1, C+1, T) into a slot's cache at positions `start` ..; `row` is the slot's state now.
+
+    No logits. The other slots are not touched: chunks go between the steps of a busy engine.
+    """
+    cache = jax.tree.map(partial(_take, slot=slot), state.cache)
+    x_1TD = model.slow.embed(columns_1KT, generation=True)
+    cache = model.slow.extend(x_1TD, start[None], cache)[1]
+    return jax.tree.map(partial(_put, slot=slot), state, DecodeState(slots=row, cache=cache))
 
 
 def encode_step(codec: Codec, audio_BT: jax.Array) -> jax.Array:
@@ -109,33 +117,25 @@ def encode_step(codec: Codec, audio_BT: jax.Array) -> jax.Array:
 
 
 def insert_slot(
-    state: DecodeState,
-    codec_state: CodecStreamState,
-    row: SlotState,
-    cache: KVCache,
-    codec_row: CodecStreamState,
-    slot: jax.Array,
+    state: DecodeState, codec_state: CodecStreamState, saved: tuple[DecodeState, CodecStreamState], slot: jax.Array
 ) -> tuple[DecodeState, CodecStreamState]:
-    """Overwrite one slot with a one-row prefix."""
-
-    def put(whole: jax.Array, part: jax.Array) -> jax.Array:
-        return jax.lax.dynamic_update_slice_in_dim(whole, part.astype(whole.dtype), slot, axis=0)
-
-    slots = jax.tree.map(put, state.slots, row)
-    return DecodeState(slots=slots, cache=jax.tree.map(put, state.cache, cache)), jax.tree.map(
-        put, codec_state, codec_row
-    )
+    """Overwrite one slot with what was taken out of another."""
+    return jax.tree.map(partial(_put, slot=slot), (state, codec_state), saved)
 
 
 def extract_slot(
     state: DecodeState, codec_state: CodecStreamState, slot: jax.Array
-) -> tuple[SlotState, KVCache, CodecStreamState]:
+) -> tuple[DecodeState, CodecStreamState]:
     """Copies of one slot's rows."""
+    return jax.tree.map(partial(_take, slot=slot), (state, codec_state))
 
-    def take(whole: jax.Array) -> jax.Array:
-        return jax.lax.dynamic_slice_in_dim(whole, slot, 1, axis=0)
 
-    return jax.tree.map(take, (state.slots, state.cache, codec_state))
+def _take(whole: jax.Array, slot: jax.Array) -> jax.Array:
+    return jax.lax.dynamic_slice_in_dim(whole, slot, 1, axis=0)
+
+
+def _put(whole: jax.Array, part: jax.Array, slot: jax.Array) -> jax.Array:
+    return jax.lax.dynamic_update_slice_in_dim(whole, part.astype(whole.dtype), slot, axis=0)
 
 
 def _where(mask_B: jax.Array, new: Any, old: Any) -> Any:

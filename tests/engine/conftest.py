@@ -30,7 +30,7 @@ def engine(golden_model, golden_codec) -> Engine:
     return engine
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def prompt(golden_model):
     """Random prompts with text and frame columns: prompt(seed, length) -> int32 (C+1, T)."""
     config = golden_model.config

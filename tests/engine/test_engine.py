@@ -125,8 +125,9 @@ def test_a_prompt_read_in_two_parts_is_the_prompt_read_at_once(engine, prompt):
     columns, params = prompt(9, 75), SamplingParams(top_k=1)
     engine.insert(engine.prefill(columns, params), 0)
     at_once, _ = run(engine, 0, 10)
-    head = engine.prefill(columns[:, :41], params)
-    engine.insert(engine.prefill(columns[:, 40:], params, prefix=head, prefix_length=40), 1)
+    engine.insert(engine.prefill(columns[:, :41], params), 1)
+    engine.read(1)
+    engine.insert(engine.prefill(columns[:, 40:], params, prefix_length=40), 1)
     in_parts, _ = run(engine, 1, 10)
     np.testing.assert_array_equal(in_parts, at_once)
     engine.free(0)
@@ -143,9 +144,7 @@ def test_the_cache_of_a_spoken_segment_is_a_prefix_of_the_next_prompt(engine, go
     following = np.concatenate([spoken, prompt(11, 12)], axis=1)
 
     cached = spoken.shape[1] - 1  # the last frame has not been read back in
-    reused = engine.prefill(
-        following[:, cached:], params, prefix=engine.extract(2), prefix_length=cached, first_frame=len(codes)
-    )
+    reused = engine.prefill(following[:, cached:], params, prefix_length=cached, first_frame=len(codes))
     engine.insert(reused, 2)
     with_reuse, _ = run(engine, 2, 8)
     engine.insert(engine.prefill(following, params, first_frame=len(codes)), 0)

@@ -106,7 +106,7 @@ def test_a_request_moves_to_another_slot_with_its_scales(fp8_engine, prompt):
     fp8_engine.insert(fp8_engine.prefill(prompt(7), params), 1)
     first = speak(fp8_engine, 1, 4)
     saved = fp8_engine.extract(1)
-    assert all(isinstance(half, ScaledKV) for half in saved.cache.k_BGSd)
+    assert all(isinstance(half, ScaledKV) for half in saved.saved[0].cache.k_BGSd)
     fp8_engine.insert(fp8_engine.prefill(prompt(8), SamplingParams(seed=9)), 1)
     fp8_engine.insert(saved, 2)
     rest = speak(fp8_engine, 2, 6, beside=(1,))

@@ -1,5 +1,6 @@
 """The loop with an engine of numbers: what it asks of the engine, and what each request hears."""
 
+import itertools
 import queue
 import threading
 
@@ -21,14 +22,20 @@ PATIENCE_S = 10.0
 class Harness:
     """A loop whose mailboxes are queues."""
 
-    def __init__(self, engine=None, *, max_queue=64, max_unread_frames=10_000):
+    def __init__(self, engine=None, *, max_queue=64, max_unread_frames=10_000, max_chunks_per_step=4):
         self.speech = FakeSpeech(engine or FakeEngine())
         self.engine = self.speech.engine
         self.states = queue.Queue()
         self.now_s = 0.0
         self.loop = SynthesisLoop(
             self.engine,
-            Scheduler(self.engine.num_slots, max_queue, max_batch_queue=max_queue, frame_s=0.0464),
+            Scheduler(
+                self.engine.num_slots,
+                max_queue,
+                max_batch_queue=max_queue,
+                frame_s=0.0464,
+                max_chunks_per_step=max_chunks_per_step,
+            ),
             deliver=lambda mail: [mailbox.put(event) for mailbox, event in mail],
             on_state=self.states.put,
             max_unread_frames=max_unread_frames,
@@ -69,6 +76,7 @@ def make():
     for harness in made:
         harness.engine.gate.open()
         harness.engine.warmup_gate.open()
+        harness.engine.read_gate.open()
         harness.loop.stop()
         assert not harness.loop._thread.is_alive()
 
@@ -127,7 +135,69 @@ def test_segments_continue_after_the_columns_that_the_slot_holds(make):
     prefills = [entry[1:] for entry in harness.engine.trace if entry[0] == "prefill"]
     # (columns kept, new columns, first frame): each prompt follows the prompts and frames before it.
     assert prefills == [(0, 2, 0), (4, 1, 2), (8, 1, 5)]
-    assert [entry[0] for entry in harness.engine.trace].count("extract") == 2
+    assert "extract" not in [entry[0] for entry in harness.engine.trace]  # nothing is copied for it
+
+
+LONG = ("reference",) * 19  # a prompt of 20 columns: five chunks
+
+
+def test_between_two_chunks_of_a_long_prompt_those_who_speak_make_a_frame(make):
+    harness = make(max_chunks_per_step=1).start()
+    harness.engine.gate.close()
+    speaking = harness.ask("a", "w " * 20, seed=1)
+    assert isinstance(speaking.get(timeout=PATIENCE_S), Started)
+    long = harness.ask("long", "x y", seed=2, references=LONG)
+    harness.engine.gate.open()
+    check_speech(listen(long), 2, 2)
+    check_speech([Started(0.0), *listen(speaking)], 1, 20)
+    trace = harness.engine.trace
+    reads = [place for place, entry in enumerate(trace) if entry == ("read", 1)]
+    assert len(reads) == 5
+    for before, after in itertools.pairwise(reads):
+        assert [entry for entry in trace[before + 1 : after] if entry[0] == "step"] == [("step", (0,))]
+    assert next(entry for entry in trace[reads[-1] :] if entry[0] == "step") == ("step", (0, 1))
+
+
+def test_a_long_prompt_alone_is_read_at_once(make):
+    harness = make().start()
+    check_speech(listen(harness.ask("long", "x y", seed=2, references=LONG)), 2, 2)
+    trace = harness.engine.trace
+    assert [entry[0] for entry in trace[: trace.index(("step", (0,)))]] == ["prefill", "insert", *["read"] * 5]
+
+
+def start_reading(harness, name, chunks, **request):
+    """Ask for a long prompt; the loop stands before the chunk after `chunks`."""
+    harness.engine.read_gate.close()
+    mailbox = harness.ask(name, references=LONG, **request)
+    assert isinstance(mailbox.get(timeout=PATIENCE_S), Started)
+    harness.engine.read_gate.allow(chunks)
+    while [entry[0] for entry in harness.engine.trace].count("read") < chunks:
+        pass
+    return mailbox
+
+
+def test_a_caller_that_goes_away_while_its_prompt_is_read_costs_no_more_of_it(make):
+    harness = make(FakeEngine(num_slots=1), max_chunks_per_step=1).start()
+    start_reading(harness, "gone", 2, text="x y")
+    harness.loop.cancel("gone")
+    other = harness.ask("other", "x", seed=9)
+    harness.engine.read_gate.open()
+    check_speech(listen(other), 9, 1)
+    trace = [entry[0] for entry in harness.engine.trace]
+    assert trace[: trace.index("free")].count("read") == 3  # two, and the one that it stood before
+    assert harness.loop.load() == (0, 0)
+
+
+def test_batch_that_gives_way_while_its_prompt_is_read_goes_on_with_the_rest(make):
+    harness = make(FakeEngine(num_slots=1), max_chunks_per_step=1).start()
+    batch = start_reading(harness, "batch", 2, text="a b. c d.", seed=1, priority=Priority.BATCH)
+    urgent = harness.ask("urgent", "x y", seed=2)
+    harness.engine.read_gate.open()
+    check_speech(listen(urgent), 2, 2)
+    check_speech([Started(0.0), *listen(batch)], 1, 4, num_saves=1)
+    trace = [entry[0] for entry in harness.engine.trace]
+    assert trace[: trace.index("extract")].count("read") == 3
+    assert trace.count("read") == 5 + 1 + 1  # each chunk once: five, the urgent one's, the second segment's
 
 
 def test_segment_change_beside_a_running_neighbour(make):

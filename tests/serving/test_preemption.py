@@ -38,7 +38,7 @@ class Recorded:
 class Harness:
     """A loop around minnow; each request is (codes, samples, times saved)."""
 
-    def __init__(self, speech, max_starts_per_step=4):
+    def __init__(self, speech, max_chunks_per_step=4):
         self.speech, engine, states = speech, speech.engine, queue.Queue()
         frame_s = engine.samples_per_frame / engine.sample_rate_hz
         self.loop = SynthesisLoop(
@@ -48,7 +48,7 @@ class Harness:
                 8,
                 max_batch_queue=8,
                 frame_s=frame_s,
-                max_starts_per_step=max_starts_per_step,
+                max_chunks_per_step=max_chunks_per_step,
             ),
             deliver=lambda mail: [mailbox.put(event) for mailbox, event in mail],
             on_state=states.put,

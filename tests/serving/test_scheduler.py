@@ -1,5 +1,6 @@
 """The scheduler: examples of its policy, and properties over any order of events."""
 
+import itertools
 import math
 
 import pytest
@@ -28,7 +29,7 @@ def test_arrival_order_and_lowest_slot():
 
 
 def test_no_more_starts_a_step_than_allowed():
-    scheduler = Scheduler(num_slots=8, max_queue=8, max_starts_per_step=3, frame_s=FRAME_S)
+    scheduler = Scheduler(num_slots=8, max_queue=8, max_chunks_per_step=3, frame_s=FRAME_S)
     for name in "abcde":
         scheduler.add(name)
     assert len(scheduler.plan(0.0).start) == 3
@@ -273,9 +274,9 @@ def running(scheduler, names, frames, now_s=0.0):
 
 
 @pytest.mark.parametrize(
-    ("ahead_s", "num_prompts"), [(-1.0, 1), (0.04, 1), (0.069, 1), (0.071, 2), (0.131, 4), (9.0, 4)]
+    ("ahead_s", "num_chunks"), [(-1.0, 1), (0.04, 1), (0.069, 1), (0.071, 2), (0.131, 4), (9.0, 4)]
 )
-def test_as_many_prompts_a_step_as_the_poorest_listener_can_wait_for(ahead_s, num_prompts):
+def test_as_many_prompts_a_step_as_the_poorest_listener_can_wait_for(ahead_s, num_chunks):
     """At first a step is thought to take 10 ms, and 30 ms more for each prompt."""
     scheduler = batch_scheduler(num_slots=16)
     plan = running(scheduler, ["rich", "a"], frames=200)
@@ -283,7 +284,7 @@ def test_as_many_prompts_a_step_as_the_poorest_listener_can_wait_for(ahead_s, nu
         scheduler.apply(plan, {"rich": SOUND}, 0.0)
     for number in range(9):
         scheduler.add(f"n{number}")
-    assert len(scheduler.plan(200 * FRAME_S - ahead_s).start) == num_prompts
+    assert len(scheduler.plan(200 * FRAME_S - ahead_s).start) == num_chunks
 
 
 def test_what_prompts_take_is_learnt():
@@ -293,7 +294,7 @@ def test_what_prompts_take_is_learnt():
     for number in range(30):
         scheduler.add(f"n{number}")
         plan = scheduler.plan(now_s)
-        now_s += 0.004 + 0.002 * plan.num_prompts
+        now_s += 0.004 + 0.002 * plan.num_chunks
         scheduler.apply(plan, {}, now_s)
         now_s += 0.004
         scheduler.apply(scheduler.plan(now_s), {}, now_s)
@@ -322,8 +323,8 @@ def test_batch_reads_no_prompt_while_a_listener_is_about_to_run_dry():
     assert ids(scheduler.plan(10 * FRAME_S - 0.149, held={"a"}).start) == ["b"]  # a paused reader has plenty
 
 
-def test_next_segments_go_by_who_runs_dry_first():
-    scheduler = batch_scheduler(num_slots=3, max_starts_per_step=3)
+def test_next_segments_are_read_by_who_runs_dry_first():
+    scheduler = batch_scheduler(num_slots=3, max_chunks_per_step=3)
     running(scheduler, ["a", "b", "c"], frames=1)
     plan = scheduler.plan(0.0)
     for frames, name in ((4, "a"), (1, "b"), (2, "c")):
@@ -331,8 +332,9 @@ def test_next_segments_go_by_who_runs_dry_first():
             scheduler.apply(plan, {name: SOUND}, 0.0)
     scheduler.apply(plan, dict.fromkeys("abc", Outcome(sound=False, segment_over=True)), 0.0)
     plans = [scheduler.plan(0.0) for _ in range(3)]
-    assert [name for plan in plans for name in ids(plan.resume)] == ["b", "c", "a"]
-    assert ids(plans[0].resume)[0] == "b"
+    assert sorted(ids(plans[0].resume)) == ["a", "b", "c"]
+    assert [name for plan in plans for name in ids(plan.read)] == ["b", "c", "a"]
+    assert ids(plans[0].read)[0] == "b" and "a" not in ids(plans[0].run)
 
 
 def test_a_listener_who_ran_dry_hears_the_next_frame_from_its_arrival_on():
@@ -406,7 +408,106 @@ def test_silence_for_want_of_text_is_not_a_listener_running_dry():
     assert len(scheduler.plan(9.0).start) == 4
 
 
-def dry_times(scheduler, num_newcomers, *, step_s=0.01, prompt_s=0.03, num_steps=80):
+def lengths(**chunks):
+    """`chunks_of` for prompts of so many chunks; one where none is named."""
+    return lambda name: chunks.get(name, 1)
+
+
+def test_a_long_prompt_is_read_a_chunk_a_step_while_somebody_has_little_ahead():
+    scheduler = batch_scheduler(num_slots=2)
+    running(scheduler, ["a"], frames=1)
+    scheduler.add("long")
+    plans = [scheduler.plan(0.0, chunks_of=lengths(long=4)) for _ in range(5)]
+    assert [(ids(plan.start), ids(plan.read), ids(plan.run)) for plan in plans] == [
+        (["long"], ["long"], ["a"]),
+        ([], ["long"], ["a"]),
+        ([], ["long"], ["a"]),
+        ([], ["long"], ["a", "long"]),
+        ([], [], ["a", "long"]),
+    ]
+
+
+def test_a_long_prompt_is_read_faster_while_everybody_has_plenty():
+    scheduler = batch_scheduler(num_slots=2)
+    running(scheduler, ["a"], frames=100)
+    scheduler.add("long")
+    plans = [scheduler.plan(0.0, chunks_of=lengths(long=6)) for _ in range(2)]
+    assert [(ids(plan.read), ids(plan.run)) for plan in plans] == [(["long"] * 4, ["a"]), (["long"] * 2, ["a", "long"])]
+
+
+def reads(scheduler, num_plans, chunks_of):
+    return [name for _ in range(num_plans) for name in ids(scheduler.plan(0.0, chunks_of=chunks_of).read)]
+
+
+def test_prompts_take_turns_so_that_a_short_one_is_not_stuck_behind_long_ones():
+    scheduler = batch_scheduler(num_slots=4)
+    running(scheduler, ["a"], frames=1)
+    for name in ("long1", "long2", "short"):
+        scheduler.add(name)
+    order = reads(scheduler, 12, lengths(long1=5, long2=4))
+    assert order.index("short") <= 4
+    assert [name for name in order if name != "short"] == ["long1", "long2"] * 4 + ["long1"]
+
+
+def test_realtime_is_read_before_others_and_nobody_waits_for_ever():
+    scheduler = batch_scheduler(num_slots=30)
+    running(scheduler, ["a"], frames=1)
+    scheduler.add("s")
+    order = reads(scheduler, 1, lengths(s=3))
+    for number in range(24):
+        scheduler.add(f"r{number}", REALTIME)
+        order += reads(scheduler, 1, lengths(s=3))
+    places = [place for place, name in enumerate(order) if name == "s"]
+    assert len(places) == 3
+    assert all(2 <= later - earlier <= 11 for earlier, later in itertools.pairwise(places))
+
+
+def test_who_is_about_to_run_dry_is_read_before_newcomers():
+    scheduler = batch_scheduler(num_slots=3)
+    plan = running(scheduler, ["a"], frames=1)
+    scheduler.add("new")
+    assert ids(scheduler.plan(0.0, chunks_of=lengths(new=3)).read) == ["new"]
+    scheduler.apply(plan, {"a": SEGMENT}, 0.0)
+    assert reads(scheduler, 4, lengths(a=2)) == ["a", "a", "new", "new"]
+
+
+def test_batch_is_read_last_and_not_while_somebody_has_little():
+    scheduler = batch_scheduler(num_slots=3, max_chunks_per_step=1)
+    scheduler.add("b", BATCH)
+    chunks_of = lengths(b=3, s=2)
+    assert ids(scheduler.plan(0.0, chunks_of=chunks_of).read) == ["b"]
+    scheduler.add("s")
+    assert reads(scheduler, 2, chunks_of) == ["s", "s"]
+    plan = scheduler.plan(0.0)
+    assert (ids(plan.read), ids(plan.run)) == (["b"], ["s"])
+    scheduler.apply(plan, {"s": SOUND}, 0.0)
+    assert reads(scheduler, 3, chunks_of) == []
+
+
+def test_a_prompt_that_is_half_read_when_its_request_gives_way_is_read_on_later():
+    scheduler = batch_scheduler(max_chunks_per_step=1)
+    scheduler.add("b", BATCH)
+    assert reads(scheduler, 2, lengths(b=3)) == ["b", "b"]
+    scheduler.add("s")
+    plan = scheduler.plan(0.0)
+    assert (ids(plan.save), ids(plan.read), ids(plan.run)) == (["b"], ["s"], ["s"])
+    scheduler.apply(plan, {"s": FINISHED}, 0.0)
+    plan = scheduler.plan(0.0)
+    assert (ids(plan.restore), ids(plan.resume), ids(plan.read), ids(plan.run)) == (["b"], [], ["b"], ["b"])
+
+
+def test_a_request_that_goes_while_its_prompt_is_read_leaves_nothing_behind():
+    scheduler = batch_scheduler(num_slots=1)
+    running(scheduler, [], frames=0)
+    scheduler.add("a")
+    assert reads(scheduler, 1, lengths(a=9)) == ["a"] * 4
+    scheduler.cancel("a")
+    scheduler.add("b")
+    plan = scheduler.plan(0.0)
+    assert (plan.free, ids(plan.start), ids(plan.read), ids(plan.run)) == ((0,), ["b"], ["b"], ["b"])
+
+
+def dry_times(scheduler, num_newcomers, *, step_s=0.01, chunk_s=0.03, num_steps=80, chunks=1):
     """Simulate a device whose steps are read one step late: how often listeners ran dry, and when all had sound."""
     running(scheduler, ["a", "b"], frames=1)
     heard_until = {"a": FRAME_S, "b": FRAME_S}
@@ -415,7 +516,7 @@ def dry_times(scheduler, num_newcomers, *, step_s=0.01, prompt_s=0.03, num_steps
     now_s = done_s = 0.0
     dry, all_heard_s, previous = 0, None, None
     for _ in range(num_steps):
-        plan = scheduler.plan(now_s)
+        plan = scheduler.plan(now_s, chunks_of=lambda _: chunks)
         if previous is not None:
             now_s, names = done_s, ids(previous.run)
             for name in names:
@@ -424,7 +525,7 @@ def dry_times(scheduler, num_newcomers, *, step_s=0.01, prompt_s=0.03, num_steps
             scheduler.apply(previous, dict.fromkeys(names, SOUND), now_s)
         if all_heard_s is None and len(heard_until) == 2 + num_newcomers:
             all_heard_s = now_s
-        done_s = max(done_s, now_s) + step_s + prompt_s * plan.num_prompts
+        done_s = max(done_s, now_s) + step_s + chunk_s * plan.num_chunks
         previous = plan
     return dry, all_heard_s
 
@@ -434,13 +535,28 @@ def test_a_crowd_of_newcomers_makes_no_listener_run_dry(monkeypatch):
         return dry_times(batch_scheduler(num_slots=10), num_newcomers=8)[0]
 
     assert crowd() == 0
-    monkeypatch.setattr("serving.scheduler._StepTime.of", lambda self, num_prompts: 0.0)
+    monkeypatch.setattr("serving.scheduler._StepTime.of", lambda self, num_chunks: 0.0)
     assert crowd() > 0  # four prompts in a step are more than one frame of sound
+
+
+def test_long_prompts_make_no_listener_run_dry(monkeypatch):
+    """Five chunks each, 30 ms a chunk: read whole, the first would be a silence of a tenth of a second."""
+
+    def crowd():
+        return dry_times(batch_scheduler(num_slots=5), num_newcomers=3, chunks=5)
+
+    dry, all_heard_s = crowd()
+    assert dry == 0 and all_heard_s < 3 * 5 * (0.03 + 0.01) + 0.1
+    whole = Scheduler._next_to_read
+    monkeypatch.setattr(
+        Scheduler, "_next_to_read", lambda self, now_s, _, *, batch: whole(self, now_s, 99, batch=batch)
+    )
+    assert crowd()[0] > 0
 
 
 def test_a_crowd_does_not_wait_where_prompts_are_quick():
     """Sixty at once, 2 ms a prompt and 4 ms a step: what a step and a prompt take is learnt within a few steps."""
-    dry, all_heard_s = dry_times(batch_scheduler(num_slots=62), num_newcomers=60, step_s=0.004, prompt_s=0.002)
+    dry, all_heard_s = dry_times(batch_scheduler(num_slots=62), num_newcomers=60, step_s=0.004, chunk_s=0.002)
     assert dry == 0
     assert all_heard_s < 1.5 * (60 * 0.002 + 15 * 0.004)
 
@@ -453,13 +569,14 @@ class Life(RuleBasedStateMachine):
     def __init__(self):
         super().__init__()
         self.scheduler = Scheduler(
-            self.SLOTS, self.QUEUE, max_batch_queue=self.QUEUE, max_starts_per_step=self.STARTS, frame_s=FRAME_S
+            self.SLOTS, self.QUEUE, max_batch_queue=self.QUEUE, max_chunks_per_step=self.STARTS, frame_s=FRAME_S
         )
         self.alive: dict[str, str] = {}  # name -> preparing, waiting, running or saved
         self.priority: dict[str, Priority] = {}
         self.slot_of: dict[str, int] = {}
         self.idle: set[str] = set()
         self.dirty: set[int] = set()
+        self.unread: dict[str, int] = {}  # chunks of prompts in slots, and of saved ones
         self.in_flight = []
         self.count = 0
         self.now = 0.0
@@ -500,7 +617,16 @@ class Life(RuleBasedStateMachine):
     def plan(self, data, passes_s):
         self.now += passes_s
         held = data.draw(st.sets(st.sampled_from(sorted(self.alive)))) if self.alive else set()
-        plan = self.scheduler.plan(self.now, held=held)
+        asked = []
+
+        def chunks_of(name):
+            asked.append(name)
+            assert not self.unread.get(name)
+            self.unread[name] = data.draw(st.integers(1, 3))
+            return self.unread[name]
+
+        plan = self.scheduler.plan(self.now, held, chunks_of)
+        assert sorted(asked) == sorted(ids((*plan.start, *plan.resume)))
         assert set(plan.free) == self.dirty
         self.dirty = set()
         for placement in plan.save:
@@ -521,6 +647,14 @@ class Life(RuleBasedStateMachine):
         assert not set(ids((*plan.resume, *plan.restore))) & self.idle
         assert len({p.slot for p in plan.run}) == len(plan.run)
         assert len(plan.start) + len(plan.restore) <= self.STARTS
+        assert len(plan.read) <= self.STARTS
+        unread = [n for n in self.slot_of if self.unread.get(n) and self.priority[n] is not BATCH]
+        assert plan.read or not unread  # whoever waits for chunks gets one a step at least
+        for placement in plan.read:
+            assert self.slot_of[placement.request_id] == placement.slot
+            self.unread[placement.request_id] -= 1
+        assert all(count >= 0 for count in self.unread.values())
+        assert not [name for name in ids(plan.run) if self.unread[name]]
         saved = sum(state == "saved" for state in self.alive.values())
         batch_running = sum(self.priority[name] is BATCH for name in self.slot_of)
         assert saved + batch_running <= self.SLOTS
@@ -557,6 +691,7 @@ class Life(RuleBasedStateMachine):
 
     def _gone(self, name):
         del self.alive[name]
+        self.unread.pop(name, None)
         self.idle.discard(name)
         if name in self.slot_of:
             self.dirty.add(self.slot_of.pop(name))
@@ -572,13 +707,16 @@ TestLife.settings = settings(max_examples=150, stateful_step_count=40, deadline=
 
 
 def drive(scheduler, left, steps, arrivals=None):
-    """Run with results one step late; `left`: segments of frames by name. Returns who finished, in order."""
+    """Run with results one step late; `left`: segments of frames by name, whose prompts have one chunk or two.
+
+    Returns who finished, in order.
+    """
     finished, previous, now_s = [], None, 0.0
     for step in range(steps):
         for name, priority, segments in (arrivals or {}).get(step, ()):
             scheduler.add(name, priority)
             left[name] = segments
-        plan = scheduler.plan(now_s)
+        plan = scheduler.plan(now_s, chunks_of=lambda name: 1 + len(left[name]) % 2)
         if previous is not None:
             outcomes = {}
             for placement in previous.run:
@@ -613,7 +751,7 @@ def test_everybody_finishes_once_traffic_ends(lives, num_slots):
     for number, (step, priority, lengths) in enumerate(lives):
         arrivals.setdefault(step, []).append((f"r{number}", priority, list(lengths)))
     # Frames and, for each segment, the steps that reading its prompt and noticing its end take.
-    enough = 25 + sum(sum(lengths) + 3 * len(lengths) for _, _, lengths in lives)
+    enough = 25 + sum(sum(lengths) + 4 * len(lengths) for _, _, lengths in lives)
     # While sound is thin BATCH begins nothing; a stream of frames twice as fast as it plays soon has enough.
     finished = drive(scheduler, {}, 2 * enough + 20, arrivals)
     assert sorted(finished) == sorted(f"r{number}" for number in range(len(lives)))
