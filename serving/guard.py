@@ -49,7 +49,7 @@ class Guard(grpc.aio.ServerInterceptor):
             return handler
         path: str = handler_call_details.method  # type: ignore[attr-defined]
         return grpc.stream_stream_rpc_method_handler(
-            self._guarded(path, handler), _reader(handler.request_deserializer), handler.response_serializer
+            self._guarded(path, handler), reader(handler.request_deserializer), handler.response_serializer
         )
 
     def _guarded(self, path: str, handler: Any) -> Answer:
@@ -99,7 +99,7 @@ class Guard(grpc.aio.ServerInterceptor):
             self._taken[path] -= 1
 
 
-def _reader(deserialize: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
+def reader(deserialize: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
     """The same, raising InvalidRequest for bytes that are no message."""
 
     def read(data: bytes) -> Any:

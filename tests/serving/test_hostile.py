@@ -24,18 +24,13 @@ PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 SETTINGS = b"\0\0\0\x04\0\0\0\0\0"
 
 
-async def still_to_come():
-    await asyncio.Event().wait()
-    yield b""
-
-
 async def of(*messages):
     for message in messages:
         yield message
 
 
 async def send(running, path, messages, **options):
-    """Bytes as they are to a method, whatever it takes; its answers."""
+    """Bytes as they are to a method, whatever it takes; its answers. None: the caller is silent."""
     call = running.channel.stream_stream(path)(messages, timeout=PATIENCE_S, **options)
     return [answer async for answer in call]
 
@@ -90,7 +85,7 @@ async def test_a_call_that_ends_without_a_request_is_told_so(serve, path):
 @pytest.mark.parametrize("path", [*TTS, *HEALTH])
 async def test_a_request_that_never_comes_is_not_waited_for(serve, path):
     async with serve(max_silence_s=0.1) as running:
-        code, sentence = await refused(send(running, path, still_to_come()))
+        code, sentence = await refused(send(running, path, None))
         assert code is grpc.StatusCode.DEADLINE_EXCEEDED and "0.1 s" in sentence
 
 
@@ -106,7 +101,7 @@ async def test_who_has_no_key_is_refused_before_its_request_is_waited_for(serve,
     keys.write_text(json.dumps({"keys": [{"name": "a", "sha256": "0" * 64}]}))
     async with serve(api_keys=keys) as running:
         for path in TTS:
-            code, _ = await refused(send(running, path, still_to_come()))
+            code, _ = await refused(send(running, path, None))
             assert code is grpc.StatusCode.UNAUTHENTICATED
 
 
@@ -114,11 +109,11 @@ async def test_calls_that_need_no_key_do_not_crowd_the_others_out(serve):
     async with serve(FakeEngine(num_slots=1), max_queue=0, max_batch_queue=0) as running:
         calls = []
         for path, limit in ((HEALTH[1], 32), (REFLECTION, 16)):
-            calls += [running.channel.stream_stream(path)(still_to_come()) for _ in range(limit)]
+            calls += [running.channel.stream_stream(path)() for _ in range(limit)]
             code = None
             async with asyncio.timeout(PATIENCE_S):
                 while code is not grpc.StatusCode.RESOURCE_EXHAUSTED:  # until all of them have their place
-                    probe = running.channel.stream_stream(path)(still_to_come(), timeout=0.2)
+                    probe = running.channel.stream_stream(path)(timeout=0.2)
                     code = await probe.code()
             assert f"{limit} calls of this method are open" in await probe.details()
         await is_well(running)
@@ -126,7 +121,7 @@ async def test_calls_that_need_no_key_do_not_crowd_the_others_out(serve):
             call.cancel()
         async with asyncio.timeout(PATIENCE_S):
             while code is grpc.StatusCode.RESOURCE_EXHAUSTED:  # until one of their places is free
-                code = await running.channel.stream_stream(HEALTH[1])(still_to_come(), timeout=0.2).code()
+                code = await running.channel.stream_stream(HEALTH[1])(timeout=0.2).code()
 
 
 async def test_a_method_that_is_not_there(serve):
