@@ -50,7 +50,7 @@ def decode(data: bytes) -> Clip:
     if not data:
         raise InvalidRequest("the reference audio is empty: send the bytes of a whole sound file")
     try:
-        with soundfile.SoundFile(io.BytesIO(data)) as sound:
+        with soundfile.SoundFile(_Bytes(data)) as sound:
             source_rate_hz = sound.samplerate
             _check_header(sound)
             mono_T = _read_mono(sound)
@@ -74,6 +74,19 @@ def decode(data: bytes) -> Clip:
     return Clip(mono_T, source_rate_hz)
 
 
+class _Bytes(io.BytesIO):
+    """A file that stays where it is when a broken header points before its start.
+
+    soundfile seeks inside a callback of C, where an error becomes a traceback on stderr and no exception.
+    """
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET, /) -> int:
+        try:
+            return super().seek(offset, whence)
+        except ValueError:
+            return self.tell()
+
+
 def _check_header(sound: soundfile.SoundFile) -> None:
     if sound.channels > _MAX_CHANNELS:
         raise InvalidRequest(f"the reference audio has {sound.channels} channels; at most {_MAX_CHANNELS} can be mixed")
@@ -91,6 +104,7 @@ def _read_mono(sound: soundfile.SoundFile) -> np.ndarray:
         block_TC = sound.read(min(left, _BLOCK_SAMPLES), dtype="float32", always_2d=True)
         if not len(block_TC):
             break
-        blocks.append(block_TC.mean(axis=1))
+        with np.errstate(invalid="ignore", over="ignore"):  # what is not finite is refused in the end
+            blocks.append(block_TC.mean(axis=1))
         left -= len(block_TC)
     return np.concatenate(blocks)

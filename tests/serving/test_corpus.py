@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.filterwarnings("error")  # and a traceback that C code swallows
 PATH = Path(__file__).parents[2] / "tools" / "fuzz.py"
 
 
