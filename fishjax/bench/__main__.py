@@ -211,7 +211,7 @@ def report(
     """Print the frozen figures as markdown; rewrite pages that quote them; draw time against floor."""
     from . import report as reports
 
-    print(f"{reports.kernels_markdown()}\n\n{reports.gate_markdown()}\n\n{reports.serve_markdown()}")
+    print("\n\n".join(reports.PARTS[suite]() for suite in ("kernels", "step", "gate", "serve", "soak")))
     for page in docs or ():
         page.write_text(reports.rewrite(page.read_text()))
         _say(f"rewritten: {page}")

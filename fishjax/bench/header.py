@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import os
 import platform
 import subprocess
 from pathlib import Path
@@ -27,6 +28,11 @@ def make_header(
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "notes": notes,
     }
+
+
+def busy_note() -> str:
+    """How many cores there are and how busy they are just now, for what runs on them."""
+    return f"{os.cpu_count()} cores, load average {os.getloadavg()[0]:.1f} when the run began"
 
 
 def see_gpu() -> dict[str, str] | None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from .cases import OPS, PEERS
 from .gate.tables import gate_table, voice_sentence, voice_table
-from .serve.tables import serve_tables
+from .serve.tables import serve_tables, soak_table
 from .step.tables import step_table, trace_tables
 
 BASELINES = Path(__file__).parent / "baselines"
@@ -133,6 +133,16 @@ def serve_markdown(folder: Path = BASELINES) -> str:
     return "\n\n".join(parts) or "## Server\n\nNo figures are frozen yet."
 
 
+def soak_markdown(folder: Path = BASELINES) -> str:
+    """The frozen soak of every device."""
+    documents = [json.loads(path.read_text()) for path in sorted(folder.glob("*/soak.json"))]
+    parts = [
+        f"## Soak on {document['header']['device']}\n\n{_origin(document['header'])}\n\n{soak_table(document)}"
+        for document in documents
+    ]
+    return "\n\n".join(parts) or "## Soak\n\nNo figures are frozen yet."
+
+
 def _voice() -> dict[str, Any]:
     return json.loads((BASELINES / VOICE_DEVICE / "gate.json").read_text())
 
@@ -142,6 +152,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "step": step_markdown,
     "gate": gate_markdown,
     "serve": serve_markdown,
+    "soak": soak_markdown,
     "voice": lambda: voice_table(_voice()),
     "voice in a sentence": lambda: voice_sentence(_voice()),
 }
@@ -175,7 +186,10 @@ def _end(name: str) -> str:
 
 
 def write_plots(folder: Path, baselines: Path = BASELINES) -> list[Path]:
-    """One PNG per device and op: time over rows, the floor dashed; needs matplotlib (ImportError without it)."""
+    """PNGs per device: of each op, time over rows with the floor dashed; of the server, its closed loops.
+
+    Needs matplotlib (ImportError without it).
+    """
     import matplotlib  # pyright: ignore[reportMissingImports]
 
     matplotlib.use("Agg")
@@ -199,6 +213,12 @@ def write_plots(folder: Path, baselines: Path = BASELINES) -> list[Path]:
             figure.savefig(target, dpi=120, bbox_inches="tight")
             pyplot.close(figure)
             paths.append(target)
+    from .serve.plot import plot_loads
+
+    for path in sorted(baselines.glob("*/serve.json")):
+        document = json.loads(path.read_text())
+        paths.append(folder / f"{document['header']['device']}-serve.png")
+        plot_loads(document, paths[-1])
     return paths
 
 

@@ -178,8 +178,9 @@ def test_markdown_and_plots_from_a_baseline(results, tmp_path):
     assert all(p.stat().st_size > 5000 for p in paths)
 
 
-def test_the_page_quotes_the_frozen_figures():
-    page = Path(__file__).parents[2] / "docs" / "benchmarks.md"
+@pytest.mark.parametrize("page", ["docs/benchmarks.md", "docs/serving.md"])
+def test_the_pages_quote_the_frozen_figures(page):
+    page = Path(__file__).parents[2] / page
     assert report.rewrite(page.read_text()) == page.read_text()
 
 

@@ -253,3 +253,30 @@ def test_a_soak_finds_memory_that_grows_after_it_settled():
     assert soak_verdict.judge_memory(flat, limits) == []
     assert soak_verdict.judge_memory([(s, 1000.0 + 3 * s) for s in range(60)], limits)
     assert soak_verdict.judge_memory(flat[:8], limits)
+
+
+def soaked(**fields):
+    outcomes = {"listens": {"OK": 90, "RESOURCE_EXHAUSTED": 4}, "names no voice": {"NOT_FOUND": 6}}
+    found = {"slots": 4, "seconds": 1800.0, "calls": 100, "outcomes": outcomes, "killed_processes": 7}
+    found |= {"rss_mb": [700, 712, 709], "after_fault": {"INTERNAL": 4, "UNAVAILABLE": 2}, "problems": []}
+    return {"header": make_header("soak", "gpu", {}, None, ["a note"], "a method"), "soak": found | fields}
+
+
+def test_a_soak_is_told_whole(tmp_path):
+    assert "No figures are frozen yet" in report.soak_markdown(tmp_path)
+    (tmp_path / "gpu").mkdir()
+    (tmp_path / "gpu" / "soak.json").write_text(json.dumps(soaked()))
+    told = report.soak_markdown(tmp_path)
+    assert "| listens | 94 | OK 90, RESOURCE_EXHAUSTED 4 |" in told and "700 to 712 MB, at the end 709 MB" in told
+    assert "a method a note." in told and "INTERNAL 4, UNAVAILABLE 2" in told and "Nothing that was promised" in told
+    told = tables.soak_table(soaked(problems=["a slot was stuck"]))
+    assert "- **a slot was stuck**" in told and "Nothing that was promised" not in told
+
+
+def test_closed_loops_are_drawn(tmp_path):
+    made = [row([call(101, [(0.1 * n, 10)])], concurrency=n) for n in (1, 4)] + [row([], loop="crowd")]
+    (tmp_path / "gpu").mkdir()
+    document = {"header": make_header("serve", "gpu", {}, None, [], ""), "load": {"model": "big"}, "rows": made}
+    (tmp_path / "gpu" / "serve.json").write_text(json.dumps(document))
+    (drawn,) = report.write_plots(tmp_path, tmp_path)
+    assert drawn.name == "gpu-serve.png" and drawn.stat().st_size > 5000

@@ -161,6 +161,7 @@ def test_a_server_that_does_not_come_up_is_told_with_its_log():
         ["--address", "127.0.0.1:1", "--freeze"],
         ["--address", "127.0.0.1:1", "--soak", "20"],
         ["--freeze", "--concurrency", "3"],
+        ["--freeze", "--soak", "100"],
     ],
 )
 def test_what_cannot_be_measured_is_refused_before_anything_starts(arguments, monkeypatch, capsys):

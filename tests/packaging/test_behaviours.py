@@ -1,6 +1,7 @@
 """Every row of docs/behaviours.md names tests, and they exist."""
 
 import ast
+import json
 import re
 from pathlib import Path
 
@@ -36,3 +37,12 @@ def test_its_tests_exist(row):
     assert row["held"].count("::") == len(ids), "an id that cannot be read"
     for file, name in ids:
         assert name in names_in(ROOT / file), f"{file}::{name}"
+
+
+def test_every_limit_is_of_a_row_and_every_row_that_needs_a_device_has_one():
+    lines = json.loads((ROOT / "fishjax/bench/serve/thresholds.json").read_text())["lines"]
+    held = {row["what"]: row["held"] for row in ROWS}
+    limited = {line["row"] for line in lines}
+    assert limited <= set(held)
+    assert {what for what in held if "*device*" in held[what] and "*, `bench " not in held[what]} <= limited
+    assert all("*device*" in held[what] or "`bench serve --check`" in held[what] for what in limited)

@@ -53,7 +53,8 @@ def serve(
     ] = False,
     out: Annotated[Path | None, typer.Option(help="JSON file to write")] = None,
     freeze: Annotated[
-        bool, typer.Option("--freeze", help="Write fishjax/bench/baselines/<device>/serve.json if all is well")
+        bool,
+        typer.Option("--freeze", help="Write serve.json (or soak.json) of fishjax/bench/baselines/<device>/ if all is well"),
     ] = False,
     json_output: Annotated[bool, typer.Option("--json", help="One JSON document as the last line of stdout")] = False,
 ) -> None:
@@ -68,8 +69,6 @@ def serve(
         raise InvalidRequest(f"--voices is cached or cold, not {voices!r}")
     if address and (check or freeze or soak):
         raise InvalidRequest("--check, --freeze and --soak take a server of their own: leave --address out")
-    if freeze and soak:
-        raise InvalidRequest("--freeze takes loads: leave --soak out")
     rates = _numbers("--rate", rate, float)
     sizes, callers = _numbers("--slots", slots, int), _numbers("--concurrency", concurrency, int)
     thresholds, seen = Thresholds.read(), device_seen(address)
@@ -91,10 +90,12 @@ def serve(
         precision=precision,
         max_len=max_len,
     )
-    if freeze and (missing := set(thresholds.concurrency[kind]) - set(suite.concurrency)):
+    if freeze and soak is not None and soak < thresholds.soak["frozen_seconds"]:
+        raise InvalidRequest(f"--freeze takes a soak of {thresholds.soak['frozen_seconds']:g} s or more")
+    if freeze and soak is None and (missing := set(thresholds.concurrency[kind]) - set(suite.concurrency)):
         raise InvalidRequest(f"--freeze takes closed loops of {sorted(missing)} callers too: leave --concurrency out")
     if soak is not None:
-        _soak(suite, soak, thresholds, seen, out, json_output)
+        _soak(suite, soak, thresholds, seen, out, freeze, json_output)
         return
     with _exit_1_if_it_fails(), StatusLine() as status:
         document = Measuring(suite, seen, thresholds, status).run()
@@ -113,26 +114,41 @@ def serve(
     if found:
         raise typer.Exit(1)
     if freeze:
-        frozen.parent.mkdir(parents=True, exist_ok=True)
-        frozen.write_text(to_json(document))
-        _say(f"frozen: {frozen}")
+        _freeze(document, "serve")
 
 
-def _soak(suite: Any, seconds: float, thresholds: Any, seen: dict[str, Any], out: Path | None, as_json: bool) -> None:
+def _soak(
+    suite: Any,
+    seconds: float,
+    thresholds: Any,
+    seen: dict[str, Any],
+    out: Path | None,
+    freeze: bool,
+    as_json: bool,
+) -> None:
     from fishjax.status_line import StatusLine
 
     from .run import server_options
     from .soak import soak, to_document
+    from .tables import soak_table
 
     num_slots = max(suite.slots)
     with _exit_1_if_it_fails(), StatusLine() as status:
         found = asyncio.run(soak(server_options(suite, num_slots), num_slots, seconds, thresholds.soak, status))
-    document = to_document(found, seen, seconds)
-    for name, value in document["soak"].items():
-        _say(f"{name}: {value}")
+    document = to_document(found, seen, seconds, num_slots)
+    _say(soak_table(document))
     _write(document, out, as_json)
     if found.problems:
         raise typer.Exit(1)
+    if freeze:
+        _freeze(document, "soak")
+
+
+def _freeze(document: dict[str, Any], suite: str) -> None:
+    path = BASELINES / document["header"]["device"] / f"{suite}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(to_json(document))
+    _say(f"frozen: {path}")
 
 
 @contextlib.contextmanager

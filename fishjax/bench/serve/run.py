@@ -6,14 +6,13 @@ import asyncio
 import contextlib
 import dataclasses
 import itertools
-import os
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fishjax.bench.header import make_header, see_gpu
+from fishjax.bench.header import busy_note, make_header, see_gpu
 from fishjax.client import Client
 
 from . import loads
@@ -80,6 +79,7 @@ class Measuring:
     def __init__(self, suite: Suite, seen: dict[str, Any], thresholds: Thresholds, say: Callable[[str], None]):
         self.rows: list[dict[str, Any]] = []
         self.starts: list[dict[str, Any]] = []
+        self._note = busy_note()
         self._suite, self._seen, self._thresholds, self._say = suite, seen, thresholds, say
         self._firsts = itertools.count(0, _REQUESTS_PER_LOAD)
         policy = suite.precision or ("as converted" if suite.model else seen["precision"])
@@ -184,7 +184,7 @@ class Measuring:
     def _document(self) -> dict[str, Any]:
         suite, seen = self._suite, self._seen
         gpu = see_gpu() if seen["platform"] == "gpu" else None
-        header = make_header("serve", seen["device"], seen["versions"], gpu, [], METHOD)
+        header = make_header("serve", seen["device"], seen["versions"], gpu, [self._note], METHOD)
         load = {
             "model": suite.model.resolve().name if suite.model else ("as served" if suite.address else "minnow"),
             "max_len": suite.max_len,
@@ -193,7 +193,6 @@ class Measuring:
             "max_frames": suite.max_frames,
             "gpu_price": suite.gpu_price,
             "caller_processes_at_most": num_processes(max([*suite.concurrency, *suite.slots, 1])),
-            "cores": os.cpu_count(),
         }
         return {"header": header, "load": load, "starts": self.starts, "rows": self.rows}
 

@@ -18,7 +18,7 @@ from typing import Any
 
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from fishjax.bench.header import make_header, see_gpu
+from fishjax.bench.header import busy_note, make_header, see_gpu
 from fishjax.rpc.v1 import tts_pb2_grpc
 
 from .call import OK, Call
@@ -29,6 +29,13 @@ from .server import ServerProcess
 from .soak_verdict import judge_calls, judge_fault, judge_memory
 from .voice import VOICE_ID, first_requests
 
+METHOD = (
+    "A server, and twice as many callers as slots and two more, each call of a kind that is drawn: "
+    "listeners, callers who leave before sound or in the middle, read slowly, send nonsense or have too little time; "
+    "beside them processes of two listeners that are killed one after the other. Then the device breaks under load, "
+    "and the server is started again. after_fault: how the calls ended that the fault met. rss_mb: resident memory of "
+    "the server's process, at even times."
+)
 _LOOK_S = 0.25
 _IDLE_S = 15.0
 _CLIENT_START_S = 2.0
@@ -44,6 +51,7 @@ _REQUESTS_PER_VICTIM = 1_000
 class Findings:
     """What was seen, and in `problems` a sentence for each promise that was broken."""
 
+    note: str
     calls: list[Call] = field(default_factory=list)
     rss_mb: list[tuple[float, float]] = field(default_factory=list)
     killed: int = 0
@@ -55,7 +63,7 @@ async def soak(
     options: Sequence[str], num_slots: int, seconds: float, limits: dict[str, float], say: Callable[[str], None]
 ) -> Findings:
     """Run it for `seconds` seconds, and about half a minute for the broken device and the restart."""
-    found = Findings()
+    found = Findings(busy_note())
     with tempfile.TemporaryDirectory(prefix="fishjax-soak-") as folder:
         arguments = [*options, "--voices", str(Path(folder) / "voices")]
         say("soak: starting the server")
@@ -187,16 +195,19 @@ async def _health(channel: Any) -> str:
     return health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status)
 
 
-def to_document(found: Findings, seen: dict[str, Any], seconds: float) -> dict[str, Any]:
+def to_document(found: Findings, seen: dict[str, Any], seconds: float, num_slots: int) -> dict[str, Any]:
     """A header and what was found."""
     gpu = see_gpu() if seen["platform"] == "gpu" else None
-    outcomes = Counter(f"{call.does}: {call.status}" for call in found.calls)
+    outcomes: dict[str, Counter[str]] = {}
+    for call in found.calls:
+        outcomes.setdefault(call.does, Counter())[call.status] += 1
     return {
-        "header": make_header("soak", seen["device"], seen["versions"], gpu, [], (__doc__ or "").strip()),
+        "header": make_header("soak", seen["device"], seen["versions"], gpu, [found.note], METHOD),
         "soak": {
+            "slots": num_slots,
             "seconds": seconds,
             "calls": len(found.calls),
-            "outcomes": dict(sorted(outcomes.items())),
+            "outcomes": {does: dict(statuses) for does, statuses in sorted(outcomes.items())},
             "killed_processes": found.killed,
             "rss_mb": [round(mb) for _, mb in found.rss_mb[:: max(1, len(found.rss_mb) // 20)]],
             "after_fault": dict(found.after_fault),

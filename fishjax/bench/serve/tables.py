@@ -1,4 +1,4 @@
-"""What people read: a table of loads, what many callers at once gain, what the batch lane fills."""
+"""What people read: a table of loads, what many callers at once gain, what the batch lane fills, how a soak went."""
 
 from __future__ import annotations
 
@@ -67,6 +67,26 @@ def lane(document: Mapping[str, Any]) -> str:
         f"TTFA of the real traffic p50 {_number(alone['ttfa_ms_p50'])} -> {_number(filled['ttfa_ms_p50'])} ms, "
         f"p95 {_number(alone['ttfa_ms_p95'])} -> {_number(filled['ttfa_ms_p95'])} ms."
     )
+
+
+def soak_table(document: Mapping[str, Any]) -> str:
+    """A row for each thing that callers did, with how it ended; sentences about memory, the fault and the problems."""
+    soak = document["soak"]
+    lines = ["| what a caller does | calls | how they ended |", "|---|---:|---|"]
+    for does, statuses in soak["outcomes"].items():
+        lines.append(f"| {does} | {sum(statuses.values())} | {_counts(statuses)} |")
+    rss_mb = soak["rss_mb"]
+    told = [
+        f"{soak['seconds']:g} s, {soak['slots']} slots, {soak['calls']} calls, {soak['killed_processes']} processes of "
+        f"callers killed. Resident memory: {min(rss_mb)} to {max(rss_mb)} MB, at the end {rss_mb[-1]} MB.",
+        f"When the device broke, calls ended with: {_counts(soak['after_fault'])}.",
+        "\n".join(f"- **{problem}**" for problem in soak["problems"]) or "Nothing that was promised was lost.",
+    ]
+    return "\n".join(lines) + "\n\n" + "\n\n".join(told)
+
+
+def _counts(statuses: Mapping[str, int]) -> str:
+    return ", ".join(f"{status} {count}" for status, count in statuses.items())
 
 
 def short_policy(policy: str) -> str:

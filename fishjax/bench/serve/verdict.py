@@ -20,8 +20,9 @@ _SAME = ("loop", "concurrency", "rate", "slots", "policy", "voices")
 class Thresholds:
     """What `thresholds.json` holds. Times are seconds, memory MB; the maps are by platform, "cpu" or "gpu".
 
-    A line asks of `figure` in all `rows` (that have one of the values named) to be at most, at least or below a number,
-    which counts `times` the figure of another row of the same server, if it names one.
+    A line is part of a `row` of docs/behaviours.md. It asks of `figure` in all `rows` (that have one of the values
+    named) to be at most, at least or below a number, which counts `times` the figure of another row of the same server,
+    if it names one.
     """
 
     slots: Mapping[str, Sequence[int]]
