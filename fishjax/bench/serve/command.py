@@ -54,7 +54,7 @@ def serve(
     out: Annotated[Path | None, typer.Option(help="JSON file to write")] = None,
     freeze: Annotated[
         bool,
-        typer.Option("--freeze", help="Write serve.json (or soak.json) of fishjax/bench/baselines/<device>/ if all is well"),
+        typer.Option("--freeze", help="Write fishjax/bench/baselines/<device>/serve.json or soak.json if well"),
     ] = False,
     json_output: Annotated[bool, typer.Option("--json", help="One JSON document as the last line of stdout")] = False,
 ) -> None:

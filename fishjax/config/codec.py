@@ -1,0 +1,146 @@
+"""The codec: encoder, quantiser and decoder, and the transformers inside."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from fishjax.errors import WeightsError
+
+from .fields import positive, reader, real, whole_numbers
+from .files import read_config
+
+
+@dataclass(frozen=True, slots=True)
+class CodecTransformerConfig:
+    """A windowed causal transformer inside the codec (multi-head, no grouped heads)."""
+
+    num_layers: int
+    dim: int
+    num_heads: int
+    head_dim: int
+    ffn_dim: int
+    window: int
+    norm_eps: float = 1e-5
+    rope_base: float = 10000.0
+
+    def __post_init__(self):
+        positive(self, "num_layers", "dim", "num_heads", "head_dim", "ffn_dim", "window")
+        real(self, "norm_eps", "rope_base")
+
+
+@dataclass(frozen=True, slots=True)
+class CodecConfig:
+    """The causal DAC variant: encoder, residual quantiser with a semantic book, decoder. Defaults: published."""
+
+    sample_rate_hz: int = 44100
+    encoder_dim: int = 64
+    encoder_rates: tuple[int, ...] = (2, 4, 8, 8)
+    encoder_transformer_layers: tuple[int, ...] = (0, 0, 0, 4)
+    encoder_window: int = 512
+    encoder_head_dim: int = 64
+    decoder_dim: int = 1536
+    decoder_rates: tuple[int, ...] = (8, 8, 4, 2)
+    latent_dim: int = 1024
+    semantic_codebook_size: int = 4096
+    residual_codebook_size: int = 1024
+    num_residual_codebooks: int = 9
+    codebook_dim: int = 8
+    downsample_factors: tuple[int, ...] = (2, 2)
+    transformer: CodecTransformerConfig = field(
+        default_factory=lambda: CodecTransformerConfig(
+            num_layers=8, dim=1024, num_heads=16, head_dim=64, ffn_dim=3072, window=128
+        )
+    )
+
+    def __post_init__(self):
+        positive(
+            self, "sample_rate_hz", "encoder_dim", "encoder_window", "encoder_head_dim", "decoder_dim", "latent_dim"
+        )
+        positive(self, "semantic_codebook_size", "residual_codebook_size", "num_residual_codebooks", "codebook_dim")
+        for name in ("encoder_rates", "decoder_rates", "downsample_factors"):
+            whole_numbers(self, name, 1)
+        whole_numbers(self, "encoder_transformer_layers", 0)
+        if len(self.encoder_transformer_layers) != len(self.encoder_rates):
+            raise WeightsError("encoder_transformer_layers needs one entry per encoder rate")
+        if math.prod(self.encoder_rates) != math.prod(self.decoder_rates):
+            raise WeightsError(
+                f"encoder rates {self.encoder_rates} and decoder rates {self.decoder_rates} differ in hop"
+            )
+
+    @property
+    def hop_length(self) -> int:
+        """Samples per encoder step."""
+        return math.prod(self.encoder_rates)
+
+    @property
+    def samples_per_frame(self) -> int:
+        """Samples per frame of codes (2,048 in the published codec)."""
+        return self.hop_length * math.prod(self.downsample_factors)
+
+    @property
+    def num_codebooks(self) -> int:
+        """The semantic book and the residual books."""
+        return 1 + self.num_residual_codebooks
+
+    @property
+    def codebook_sizes(self) -> tuple[int, ...]:
+        """Entries of each book, semantic first."""
+        return (self.semantic_codebook_size, *(self.residual_codebook_size,) * self.num_residual_codebooks)
+
+    def num_frames(self, num_samples: int) -> int:
+        """Frames that hold `num_samples` samples; the last may be part silence."""
+        return -(-num_samples // self.samples_per_frame)
+
+    @property
+    def frame_rate_hz(self) -> float:
+        """Frames per second of sound (21.533 in the published codec)."""
+        return self.sample_rate_hz / self.samples_per_frame
+
+    @classmethod
+    def from_dict(cls, raw: Mapping[str, Any]) -> CodecConfig:
+        """From a parsed codec `config.json`."""
+        get = reader(raw)
+        if not isinstance(get("module"), Mapping):
+            raise WeightsError(f"module must be an object, not {get('module')!r}")
+        module = reader(get("module"), prefix="module.")
+        norm_eps, rope_base = raw.get("norm_eps", 1e-5), raw.get("rope_base", 10000.0)
+        return cls(
+            sample_rate_hz=get("sample_rate"),
+            encoder_dim=get("encoder_dim"),
+            encoder_rates=_tuple(get("encoder_rates")),
+            encoder_transformer_layers=_tuple(get("encoder_transformer_layers")),
+            encoder_window=raw.get("encoder_window", 512),
+            encoder_head_dim=raw.get("general_head_dim", 64),
+            decoder_dim=get("decoder_dim"),
+            decoder_rates=_tuple(get("decoder_rates")),
+            latent_dim=get("latent"),
+            semantic_codebook_size=get("semantic_codebook_size"),
+            residual_codebook_size=get("codebook_size"),
+            num_residual_codebooks=get("n_codebooks"),
+            codebook_dim=get("codebook_dim"),
+            downsample_factors=_tuple(get("downsample_factor")),
+            transformer=CodecTransformerConfig(
+                num_layers=module("n_layer"),
+                dim=module("dim"),
+                num_heads=module("n_head"),
+                head_dim=module("head_dim"),
+                ffn_dim=module("intermediate_size"),
+                window=module("window_size"),
+                norm_eps=norm_eps,
+                rope_base=rope_base,
+            ),
+        )
+
+    @classmethod
+    def from_file(cls, path: Path) -> CodecConfig:
+        """From a codec `config.json`; a wrong file is a `WeightsError` that names it."""
+        return read_config(path, cls.from_dict)
+
+
+def _tuple(value: Any) -> tuple[Any, ...]:
+    """A JSON list; anything else is left for the check of the field."""
+    return tuple(value) if isinstance(value, list) else (value,)

@@ -1,0 +1,67 @@
+"""Checks of fields, one sentence each with the field's name. Raises WeightsError."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from fishjax.errors import WeightsError
+
+
+def reader(raw: Mapping[str, Any], prefix: str = "") -> Callable[[str], Any]:
+    """Gets a field that must be there; `prefix` is said before its name."""
+
+    def get(name: str) -> Any:
+        if name not in raw:
+            raise WeightsError(f"there is no field '{prefix}{name}'")
+        return raw[name]
+
+    return get
+
+
+def positive(config: Any, *names: str) -> None:
+    """Whole numbers of at least 1."""
+    for name in names:
+        check_whole(name, getattr(config, name), 1)
+
+
+def whole(config: Any, *names: str) -> None:
+    """Whole numbers of at least 0."""
+    for name in names:
+        check_whole(name, getattr(config, name), 0)
+
+
+def whole_numbers(config: Any, name: str, least: int) -> None:
+    """A tuple of whole numbers of at least `least`."""
+    for value in getattr(config, name):
+        check_whole(f"each of {name}", value, least)
+
+
+def check_whole(name: str, value: Any, least: int) -> None:
+    """One value, which stands in no config yet."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise WeightsError(f"{name} must be a whole number of at least {least}, not {value!r}")
+
+
+def real(config: Any, *names: str, below: float = math.inf, at_most: float = math.inf) -> None:
+    """Numbers above 0."""
+    for name in names:
+        value = getattr(config, name)
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not (is_number and 0 < value < below and value <= at_most):
+            limit = (
+                f" and below {below:g}"
+                if below < math.inf
+                else f" and at most {at_most:g}"
+                if at_most < math.inf
+                else ""
+            )
+            raise WeightsError(f"{name} must be a number above 0{limit}, not {value!r}")
+
+
+def flag(config: Any, *names: str) -> None:
+    """true or false."""
+    for name in names:
+        if not isinstance(getattr(config, name), bool):
+            raise WeightsError(f"{name} must be true or false, not {getattr(config, name)!r}")

@@ -1,0 +1,44 @@
+"""How a model likes to be used."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from .fields import flag, positive, real, whole
+from .files import read_config
+
+
+@dataclass(frozen=True, slots=True)
+class SpeechProfile:
+    """How a model likes to be used: `generation_config.json` beside its `config.json`; absent fields keep these."""
+
+    temperature: float = 0.8
+    top_p: float = 0.8
+    top_k: int = 30
+    segment_bytes: int = 200  # long text is spoken in segments of at most so many UTF-8 bytes
+    max_segment_frames: int = 1024
+    max_history_segments: int | None = None  # None: as many as fit a slot
+    max_reference_s: float = 30.0  # a reference clip is trimmed to this
+    keep_tags: bool = True  # [laugh] and the like reach the model; False: it was trained without, they are dropped
+
+    def __post_init__(self):
+        real(self, "temperature", below=2)
+        real(self, "top_p", at_most=1)
+        positive(self, "top_k", "segment_bytes", "max_segment_frames")
+        real(self, "max_reference_s")
+        flag(self, "keep_tags")
+        if self.max_history_segments is not None:
+            whole(self, "max_history_segments")
+
+    @classmethod
+    def from_dict(cls, raw: Mapping[str, Any]) -> SpeechProfile:
+        """From a parsed `generation_config.json`. Unknown keys are ignored."""
+        return cls(**{f.name: raw[f.name] for f in fields(cls) if f.name in raw})
+
+    @classmethod
+    def from_file(cls, path: Path) -> SpeechProfile:
+        """From a `generation_config.json`; one that is not there gives the defaults, a wrong one is a WeightsError."""
+        return read_config(path, cls.from_dict) if path.exists() else cls()
