@@ -121,10 +121,11 @@ def measure(rig: Rig, filled: Filled, decode: Program, sound: Program, lowered: 
     }
 
 
+@jax.stages.Wrapped.register  # pyright: ignore[reportAttributeAccessIssue]  a protocol is an abstract class
 class _OneStep:
-    """A step as the profiler wants what it measures: with the methods of a jitted function, so that it is only called.
+    """A whole step, for the profiler, which calls what it measures, twice; what is not `Wrapped` it traces first.
 
-    A jitted function could not be handed over itself: the step's state is donated, and the profiler calls twice.
+    A jitted function could not be handed over: the step's state is donated.
     """
 
     def __init__(self, run: EngineRun):
@@ -132,12 +133,6 @@ class _OneStep:
 
     def __call__(self) -> Any:
         return self._run.step().result()
-
-    def trace(self, *_: Any, **__: Any) -> Any:
-        """Never called."""
-        raise NotImplementedError
-
-    lower = eval_shape = trace
 
 
 def _kernels(run: EngineRun) -> tuple[list[tuple[str, float]] | None, str | None]:
