@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from .cases import PEERS, Case, case_key
@@ -19,15 +19,27 @@ ROW_FIELDS = (
 
 def problems(document: dict[str, Any], expected: Iterable[Case]) -> list[str]:
     """One sentence for each thing that is missing or wrong; an empty list when all is well."""
+    return document_problems(document, (case.key for case in expected), _key, _row_problems)
+
+
+def document_problems(
+    document: dict[str, Any],
+    expected: Iterable[str],
+    key_of: Callable[[dict[str, Any]], str],
+    row_problems: Callable[[dict[str, Any]], Iterable[str]],
+) -> list[str]:
+    """The same of any suite: its header, the rows of the keys that are expected, and each row."""
     header = document.get("header", {})
     found = [f"the header lacks {name!r}" for name in HEADER_FIELDS if name not in header]
     if header.get("schema") != SCHEMA:
         found.append(f"schema {header.get('schema')} is not {SCHEMA}")
-    rows = {case_key(row["op"], row["shape"], row["m"], row["input"]): row for row in document.get("rows", ())}
-    found += [f"{case.key}: no row" for case in expected if case.key not in rows]
-    for key, row in rows.items():
-        found += [f"{key}: {problem}" for problem in _row_problems(row)]
-    return found
+    rows = {key_of(row): row for row in document.get("rows", ())}
+    found += [f"{key}: no row" for key in expected if key not in rows]
+    return found + [f"{key}: {problem}" for key, row in rows.items() for problem in row_problems(row)]
+
+
+def _key(row: dict[str, Any]) -> str:
+    return case_key(row["op"], row["shape"], row["m"], row["input"])
 
 
 def _row_problems(row: dict[str, Any]) -> Iterable[str]:

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from .cases import OPS, PEERS
+from .frozen import BASELINES
 from .gate.tables import gate_table, voice_sentence, voice_table
 from .serve.tables import serve_tables, soak_table
 from .step.tables import step_table, trace_tables
 
-BASELINES = Path(__file__).parent / "baselines"
 PUBLISHED = Path(__file__).parent / "published.json"
 VOICE_DEVICE = "cpu"
 """The card of the voice quotes what is measured there: everybody can measure it again."""

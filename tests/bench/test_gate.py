@@ -13,11 +13,11 @@ from typer.testing import CliRunner
 
 from fishjax.bench import __main__ as command_line
 from fishjax.bench import report
+from fishjax.bench.frozen import to_json
 from fishjax.bench.gate import texts, verdict
 from fishjax.bench.gate.forced import agreement, forced_logits
 from fishjax.bench.gate.judge import hear, mel_distance, word_errors
 from fishjax.bench.gate.measure import Measured, identical_prefix, measure, read, row
-from fishjax.bench.gate.run import to_json
 from fishjax.bench.gate.spread import spread
 from fishjax.config import ModelConfig
 from fishjax.errors import InvalidRequest

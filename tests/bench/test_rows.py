@@ -7,7 +7,7 @@ import pytest
 from typer.testing import CliRunner
 
 from fishjax.bench import __main__ as command_line
-from fishjax.bench import cases, check, kernels, report, tune
+from fishjax.bench import cases, check, frozen, kernels, report, tune
 from fishjax.bench.pool import Task
 
 runner = CliRunner()
@@ -99,8 +99,8 @@ def test_a_reason_is_enough_for_a_kernel_that_cannot_run(results):
 
 
 def test_the_check_command(results, tmp_path, monkeypatch):
-    monkeypatch.setattr(command_line, "BASELINES", tmp_path / "baselines")
-    frozen = tmp_path / "baselines" / "nvidia-h200" / "kernels.json"
+    monkeypatch.setattr(frozen, "BASELINES", tmp_path / "baselines")
+    kept = tmp_path / "baselines" / "nvidia-h200" / "kernels.json"
     path = tmp_path / "k.json"
     path.write_text(json.dumps(document(results)))
     assert runner.invoke(command_line.app, ["kernels", "--check", "--out", str(path)]).exit_code == 0
@@ -108,10 +108,10 @@ def test_the_check_command(results, tmp_path, monkeypatch):
     failed = runner.invoke(command_line.app, ["kernels", "--check", "--out", str(path)])
     assert failed.exit_code == 1 and "not measured" in failed.stderr
     assert runner.invoke(command_line.app, ["kernels", "--check", "--freeze", "--out", str(path)]).exit_code == 1
-    assert not frozen.exists()
+    assert not kept.exists()
     path.write_text(json.dumps(document(results)))
     assert runner.invoke(command_line.app, ["kernels", "--check", "--freeze", "--out", str(path)]).exit_code == 0
-    assert json.loads(frozen.read_text()) == document(results) | {"header": json.loads(path.read_text())["header"]}
+    assert json.loads(kept.read_text()) == document(results) | {"header": json.loads(path.read_text())["header"]}
 
 
 @pytest.mark.parametrize(

@@ -11,9 +11,9 @@ from flax import nnx
 from typer.testing import CliRunner
 
 from fishjax.bench import __main__ as command_line
-from fishjax.bench import header, report
+from fishjax.bench import frozen, header, report
 from fishjax.bench.pool import Task
-from fishjax.bench.step import cases, check, command, floor, parts, run, tables, weights
+from fishjax.bench.step import cases, check, floor, parts, run, tables, weights
 from fishjax.bench.step.cases import StepCase
 from fishjax.bench.step.rig import EngineRun, PeerRun, Rig, steady_ms
 from fishjax.engine.memory import num_bytes
@@ -232,12 +232,12 @@ def test_the_check_finds_holes(results, tmp_path):
 
 
 def test_only_a_whole_sound_file_is_frozen(results, tmp_path, monkeypatch):
-    monkeypatch.setattr(command, "BASELINES", tmp_path / "baselines")
-    frozen, path = tmp_path / "baselines" / "nvidia-h200" / "step.json", tmp_path / "s.json"
+    monkeypatch.setattr(frozen, "BASELINES", tmp_path / "baselines")
+    kept, path = tmp_path / "baselines" / "nvidia-h200" / "step.json", tmp_path / "s.json"
     for found, code in ((change(results, "engine", compiles=1), 1), (results, 0)):
         path.write_text(json.dumps(document(found, tmp_path)))
         done = runner.invoke(command_line.app, ["step", "--check", "--freeze", "--out", str(path)])
-        assert done.exit_code == code and frozen.exists() == (code == 0)
+        assert done.exit_code == code and kept.exists() == (code == 0)
 
 
 def test_peers_share_the_process_of_their_bf16_case_or_have_their_own():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -57,13 +56,6 @@ def make_document(folder: Path, rows: list[dict[str, Any]]) -> dict[str, Any]:
     gpu = see_gpu() if seen["platform"] == "gpu" else None
     header = make_header("gate", seen["device"], seen["versions"], gpu, [], METHOD)
     return {"header": header, "model": folder.resolve().name, "rows": rows}
-
-
-def to_json(document: dict[str, Any]) -> str:
-    """The document as text, a row a line."""
-    rows = ",\n".join(f"  {json.dumps(row)}" for row in document["rows"])
-    rest = json.dumps({name: value for name, value in document.items() if name != "rows"}, indent=1)
-    return f'{rest[:-2]},\n "rows": [\n{rows}\n ]\n}}\n'
 
 
 def _prefixed(say: Callable[[str], None], policy: str) -> Callable[[str], None]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
@@ -14,7 +13,8 @@ import typer
 
 from fishjax.errors import InvalidRequest
 
-BASELINES = Path(__file__).parents[1] / "baselines"
+from .. import frozen
+from ..options import FreezeOption, JsonOption, OutOption
 
 
 def serve(
@@ -51,12 +51,9 @@ def serve(
     check: Annotated[
         bool, typer.Option("--check", help="Also four times the callers, twice the capacity, the batch lane; judge all")
     ] = False,
-    out: Annotated[Path | None, typer.Option(help="JSON file to write")] = None,
-    freeze: Annotated[
-        bool,
-        typer.Option("--freeze", help="Write fishjax/bench/baselines/<device>/serve.json or soak.json if well"),
-    ] = False,
-    json_output: Annotated[bool, typer.Option("--json", help="One JSON document as the last line of stdout")] = False,
+    out: OutOption = None,
+    freeze: FreezeOption = False,
+    json_output: JsonOption = False,
 ) -> None:
     """Load a real server with listeners: time to first sound, frames a second, underruns, cost."""
     from fishjax.status_line import StatusLine
@@ -99,22 +96,22 @@ def serve(
         return
     with _exit_1_if_it_fails(), StatusLine() as status:
         document = Measuring(suite, seen, thresholds, status).run()
-    _say(serve_tables(document))
+    frozen.say(serve_tables(document))
     _write(document, out, json_output)
-    frozen = BASELINES / seen["device"] / "serve.json"
     found = unsound(document["rows"])
     if check:
         for sentence, holds in verdicts(document["rows"], thresholds, kind):
-            _say(f"{'holds' if holds else 'BROKEN'}: {sentence}")
+            frozen.say(f"{'holds' if holds else 'BROKEN'}: {sentence}")
             found += [] if holds else [sentence]
-        before = json.loads(frozen.read_text())["rows"] if frozen.exists() else []
+        kept = frozen.path_of("serve", seen["device"])
+        before = json.loads(kept.read_text())["rows"] if kept.exists() else []
         found += slower(document["rows"], before, thresholds)
     for problem in found:
-        _say(problem)
+        frozen.say(problem)
     if found:
         raise typer.Exit(1)
     if freeze:
-        _freeze(document, "serve")
+        frozen.freeze(document)
 
 
 def _soak(
@@ -136,19 +133,12 @@ def _soak(
     with _exit_1_if_it_fails(), StatusLine() as status:
         found = asyncio.run(soak(server_options(suite, num_slots), num_slots, seconds, thresholds.soak, status))
     document = to_document(found, seen, seconds, num_slots)
-    _say(soak_table(document))
+    frozen.say(soak_table(document))
     _write(document, out, as_json)
     if found.problems:
         raise typer.Exit(1)
     if freeze:
-        _freeze(document, "soak")
-
-
-def _freeze(document: dict[str, Any], suite: str) -> None:
-    path = BASELINES / document["header"]["device"] / f"{suite}.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(to_json(document))
-    _say(f"frozen: {path}")
+        frozen.freeze(document)
 
 
 @contextlib.contextmanager
@@ -160,21 +150,16 @@ def _exit_1_if_it_fails() -> Iterator[None]:
     try:
         yield
     except grpc.RpcError as error:
-        _say(f"failed: the server answered {error.code().name}: {error.details()}")  # type: ignore[attr-defined]
+        frozen.say(f"failed: the server answered {error.code().name}: {error.details()}")  # type: ignore[attr-defined]
         raise typer.Exit(1) from None
     except (MeasurementFailed, TimeoutError) as error:
-        _say(f"failed: {error}")
+        frozen.say(f"failed: {error}")
         raise typer.Exit(1) from None
-
-
-def to_json(document: dict[str, Any]) -> str:
-    """The document as text, a row a line."""
-    return json.dumps(document, indent=1) + "\n"
 
 
 def _write(document: dict[str, Any], out: Path | None, as_json: bool) -> None:
     if out:
-        out.write_text(to_json(document))
+        out.write_text(frozen.to_json(document))
     if as_json:
         print(json.dumps(document))
 
@@ -189,7 +174,3 @@ def _numbers(option: str, text: str | None, kind: type) -> list[Any]:
     if not all(number > 0 for number in numbers):
         raise InvalidRequest(f"{option} takes numbers above 0, not {text!r}")
     return numbers
-
-
-def _say(message: str) -> None:
-    print(message, file=sys.stderr, flush=True)

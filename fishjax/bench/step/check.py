@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from ..check import HEADER_FIELDS, MEMORY_SLACK
-from ..header import SCHEMA
+from ..check import MEMORY_SLACK, document_problems
 from .cases import StepCase
 
 MIN_STEPS = 200
@@ -21,13 +20,11 @@ ROW_FIELDS = (
 
 def problems(document: dict[str, Any], expected: Iterable[StepCase]) -> list[str]:
     """One sentence for each thing that is missing or wrong; an empty list when all is well."""
-    header = document.get("header", {})
-    found = [f"the header lacks {name!r}" for name in HEADER_FIELDS if name not in header]
-    if header.get("schema") != SCHEMA:
-        found.append(f"schema {header.get('schema')} is not {SCHEMA}")
-    rows = {StepCase(row["model"], row["slots"], row["policy"]).key: row for row in document.get("rows", ())}
-    found += [f"{case.key}: no row" for case in expected if case.key not in rows]
-    return found + [f"{key}: {problem}" for key, row in rows.items() for problem in row_problems(row)]
+    return document_problems(document, (case.key for case in expected), _key, row_problems)
+
+
+def _key(row: dict[str, Any]) -> str:
+    return StepCase(row["model"], row["slots"], row["policy"]).key
 
 
 def row_problems(row: dict[str, Any]) -> Iterable[str]:
