@@ -73,6 +73,7 @@ class SpeechModel:
                 prompt.columns_CT,
                 utterance.sampling,
                 prefix_length=prompt.prefix_length,
+                voice_length=prompt.voice_length,
                 first_frame=prompt.first_frame,
             )
             engine.insert(prefix, 0)
@@ -96,12 +97,13 @@ def load(
     num_slots: int = 1,
     max_len: int = 1024,
     precision: str | None = None,
+    voice_bytes: int = 0,
     progress: Callable[[str], None] | None = None,
     warm: bool = True,
 ) -> SpeechModel:
     """Load a model folder, public or converted (None: minnow, which ships), and compile it.
 
-    It gets `num_slots` slots of `max_len` columns.
+    It gets `num_slots` slots of `max_len` columns, and `voice_bytes` for snapshots of the voices that it reads.
 
     `precision` is a policy as in `Precision.parse`; None takes the platform's default. `progress` hears what is being
     done. `warm=False` leaves compiling to the caller (`engine.warmup`). Raises WeightsError for a folder that is not
@@ -111,14 +113,20 @@ def load(
     if progress:
         progress(f"reading {place.name}")
     speech = assemble(
-        load_model(place, precision), num_slots=num_slots, max_len=max_len, model_name=place.resolve().name
+        load_model(place, precision),
+        num_slots=num_slots,
+        max_len=max_len,
+        voice_bytes=voice_bytes,
+        model_name=place.resolve().name,
     )
     if warm:
         speech.engine.warmup(progress and (lambda what: progress(f"compiling the {what}")))
     return speech
 
 
-def assemble(loaded: LoadedModel, *, num_slots: int, max_len: int, model_name: str) -> SpeechModel:
+def assemble(
+    loaded: LoadedModel, *, num_slots: int, max_len: int, model_name: str, voice_bytes: int = 0
+) -> SpeechModel:
     """An engine around a model in memory, nothing compiled yet. Raises InvalidRequest for a size that cannot be.
 
     The model's weights are laid out for decoding, in place.
@@ -133,6 +141,7 @@ def assemble(loaded: LoadedModel, *, num_slots: int, max_len: int, model_name: s
         max_len=max_len,
         precision=loaded.precision,
         max_reference_s=loaded.profile.max_reference_s,
+        voice_bytes=voice_bytes,
         model_name=model_name,
     )
     config = loaded.config

@@ -51,6 +51,9 @@ def serve(
             help="bf16, or per module: slow=fp8,fast=bf16,head=bf16,kv=fp8,codec=bf16", show_default="fp32 on a CPU"
         ),
     ] = None,
+    voice_memory: Annotated[
+        int, typer.Option(help="MiB of device memory for voices that were read: they are copied, not read again", min=0)
+    ] = 512,
     max_queue: Annotated[
         int, typer.Option(help="REALTIME requests that may wait for a slot, and as many STANDARD ones", min=0)
     ] = _DEFAULT.max_queue,
@@ -114,7 +117,15 @@ def serve(
     from fishjax.speech import load
 
     keep_compiled(compile_cache or default_folder())
-    speech = load(model, num_slots=slots, max_len=max_len, precision=precision, progress=logger.info, warm=False)
+    speech = load(
+        model,
+        num_slots=slots,
+        max_len=max_len,
+        precision=precision,
+        voice_bytes=voice_memory * 2**20,
+        progress=logger.info,
+        warm=False,
+    )
     logger.info("device memory for %d slots of %d positions: %s", slots, max_len, speech.engine.memory)
     raise typer.Exit(asyncio.run(run(speech, settings)))
 

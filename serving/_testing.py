@@ -104,6 +104,15 @@ class FakePending:
 
 
 @dataclass
+class FakeVoices:
+    """Numbers to be shown."""
+
+    hits: int = 0
+    misses: int = 0
+    num_bytes: int = 0
+
+
+@dataclass
 class FakeEngine:
     """Slots of numbers. Asserts the rules of the verbs: one thread, warm first, insert and read before step, no freed
     slot runs. A chunk has `chunk_columns` columns.
@@ -118,6 +127,7 @@ class FakeEngine:
     samples_per_frame: int = 4
     model_name: str = "fake"
     chunk_columns: int = 4
+    voices: FakeVoices = field(default_factory=FakeVoices)
     gate: Gate = field(default_factory=Gate)
     fault: Exception | None = None
     warmup_fault: Exception | None = None
@@ -140,7 +150,13 @@ class FakeEngine:
             progress("nothing")
 
     def prefill(
-        self, columns_CT: np.ndarray, sampling: SamplingParams, *, prefix_length: int = 0, first_frame: int = 0
+        self,
+        columns_CT: np.ndarray,
+        sampling: SamplingParams,
+        *,
+        prefix_length: int = 0,
+        voice_length: int = 0,
+        first_frame: int = 0,
     ) -> FakePrefix:
         """The last column's row 1 says how many frames the segment has."""
         self._note("prefill", prefix_length, columns_CT.shape[1], first_frame)
@@ -215,6 +231,7 @@ class FakePrompt:
 
     columns_CT: np.ndarray
     prefix_length: int
+    voice_length: int
     first_frame: int
 
 
@@ -289,7 +306,7 @@ class FakeUtterance:
     def _prompt(self, width: int) -> FakePrompt:
         columns_CT = np.zeros((NUM_CODEBOOKS + 1, width), np.int32)
         columns_CT[1, -1] = self._segments[0]
-        prompt = FakePrompt(columns_CT, self._cached, self.num_frames)
+        prompt = FakePrompt(columns_CT, self._cached, 0, self.num_frames)
         self._cached += width
         return prompt
 

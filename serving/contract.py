@@ -43,6 +43,17 @@ class Prefix(Protocol):
     def num_chunks(self) -> int: ...
 
 
+class Voices(Protocol):
+    """Snapshots of voices on the device: how often one was there and was not, and the bytes of all."""
+
+    @property
+    def hits(self) -> int: ...
+    @property
+    def misses(self) -> int: ...
+    @property
+    def num_bytes(self) -> int: ...
+
+
 class Engine(Protocol):
     """Fixed slots and six verbs; see `fishjax.engine.engine.Engine`."""
 
@@ -53,9 +64,17 @@ class Engine(Protocol):
     samples_per_frame: int
     model_name: str
 
+    @property
+    def voices(self) -> Voices: ...
     def warmup(self, progress: Callable[[str], None] | None = None) -> None: ...
     def prefill(
-        self, columns_CT: np.ndarray, sampling: SamplingParams, *, prefix_length: int = 0, first_frame: int = 0
+        self,
+        columns_CT: np.ndarray,
+        sampling: SamplingParams,
+        *,
+        prefix_length: int = 0,
+        voice_length: int = 0,
+        first_frame: int = 0,
     ) -> Prefix: ...
     def insert(self, prefix: Any, slot: int) -> None: ...
     def read(self, slot: int) -> None: ...
@@ -65,12 +84,14 @@ class Engine(Protocol):
 
 
 class Prompt(Protocol):
-    """Columns int32 (C+1, T) that follow `prefix_length` columns of the slot's cache."""
+    """Columns int32 (C+1, T) behind `prefix_length` columns of the slot; the first `voice_length` are of a voice."""
 
     @property
     def columns_CT(self) -> np.ndarray: ...
     @property
     def prefix_length(self) -> int: ...
+    @property
+    def voice_length(self) -> int: ...
     @property
     def first_frame(self) -> int: ...
 

@@ -309,6 +309,7 @@ class SynthesisLoop(Generic[MailboxT]):
                 prompt.columns_CT,
                 request.utterance.sampling,
                 prefix_length=prompt.prefix_length,
+                voice_length=prompt.voice_length,
                 first_frame=prompt.first_frame,
             )
         except EngineFailed:

@@ -5,15 +5,34 @@ Names are `fishjax_<what>_<unit>`. Nothing here knows a caller, a text or a key.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
 
 from fishjax.errors import InvalidRequest
+
+from .contract import Voices
 
 _WAIT_BUCKETS_S = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1, 2.5, 5, 10, 30)
 _STEP_BUCKETS_S = (0.001, 0.002, 0.003, 0.004, 0.005, 0.0075, 0.01, 0.02, 0.03, 0.0464, 0.1, 0.25, 1)
 _FACTOR_BUCKETS = (0.5, 0.8, 1, 1.25, 1.5, 2, 3, 5, 8, 12, 20)
+
+
+class _VoiceCounts(Collector):
+    """What the engine itself counts of snapshots of voices."""
+
+    def __init__(self, voices: Voices):
+        self._voices = voices
+
+    def collect(self) -> Iterator[Metric]:
+        """One value each."""
+        voices = self._voices
+        yield CounterMetricFamily("fishjax_voice_hits", "Prompts whose voice was copied, not read", voices.hits)
+        yield CounterMetricFamily("fishjax_voice_misses", "Prompts whose voice had to be read", voices.misses)
+        yield GaugeMetricFamily("fishjax_voice_bytes", "Device memory of the voices kept", voices.num_bytes)
 
 
 class Metrics:
@@ -67,10 +86,11 @@ class Metrics:
         self._busy = Gauge("fishjax_busy_slots", "Slots with a request", registry=registry)
         self._waiting = Gauge("fishjax_waiting_requests", "Requests without a slot", registry=registry)
 
-    def watch(self, load: Callable[[], tuple[int, int]]) -> None:
-        """Read busy slots and waiting requests from `load` whenever somebody asks."""
+    def watch(self, load: Callable[[], tuple[int, int]], voices: Voices) -> None:
+        """Read busy slots and waiting requests from `load`, and `voices`, whenever somebody asks."""
         self._busy.set_function(lambda: load()[0])
         self._waiting.set_function(lambda: load()[1])
+        self.registry.register(_VoiceCounts(voices))
 
     def serve(self, port: int) -> tuple[int, Callable[[], None]]:
         """Answer `GET /metrics` on this machine's loopback; returns the port (0: a free one) and how to stop.

@@ -89,7 +89,7 @@ class Server:
             metrics=self.metrics,
             clock=self._clock,
         )
-        self.metrics.watch(self._loop.load)
+        self.metrics.watch(self._loop.load, engine.voices)
         keys = read_keys(config)
         calls = Calls(keys, self.metrics, self._clock)
         self._grpc = grpc.aio.server(

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from fishjax.engine.snapshots import VoiceKey
 from fishjax.engine.state import SlotState
 
 SMALLEST_CHUNK = 16
@@ -19,12 +20,14 @@ SMALLEST_CHUNK = 16
 class Chunk:
     """`columns_1KT` int32 (1, C+1, T) for positions `start` .. of a slot, filled up to one of `widths`.
 
-    `slots` is how the prompt leaves its slot; it holds once the last chunk is read.
+    `slots` is how the prompt leaves its slot; it holds once the last chunk is read. `voice`: that of the prompt, where
+    this chunk is the last one of it.
     """
 
     columns_1KT: np.ndarray
     start: int
     slots: SlotState
+    voice: VoiceKey | None = None
 
 
 def widths(max_len: int, chunk_columns: int) -> list[int]:
@@ -35,10 +38,12 @@ def widths(max_len: int, chunk_columns: int) -> list[int]:
     return found
 
 
-def cut(columns_CT: np.ndarray, start: int, slots: SlotState, widths: list[int]) -> tuple[Chunk, ...]:
+def cut(
+    columns_CT: np.ndarray, start: int, slots: SlotState, widths: list[int], voice: VoiceKey | None = None
+) -> tuple[Chunk, ...]:
     """Columns (C+1, T) for positions `start` .., in chunks of the largest width and one that holds the rest.
 
-    Nothing to read is a chunk of filling, which the slot does not see.
+    Nothing to read is a chunk of filling, which the slot does not see. `voice`: the columns are all of a voice.
     """
     chunks, largest = [], widths[-1]
     for done in range(0, max(columns_CT.shape[1], 1), largest):
@@ -46,5 +51,6 @@ def cut(columns_CT: np.ndarray, start: int, slots: SlotState, widths: list[int])
         width = next(width for width in widths if width >= part_CT.shape[1])
         columns_1KT = np.zeros((1, columns_CT.shape[0], width), np.int32)
         columns_1KT[0, :, : part_CT.shape[1]] = part_CT
-        chunks.append(Chunk(columns_1KT, start + done, slots))
+        last = done + largest >= columns_CT.shape[1]
+        chunks.append(Chunk(columns_1KT, start + done, slots, voice if last else None))
     return tuple(chunks)

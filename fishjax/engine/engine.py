@@ -15,6 +15,7 @@ import dataclasses
 from collections import deque
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from functools import partial
 
 import jax
 import numpy as np
@@ -26,8 +27,10 @@ from fishjax.engine.chunks import SMALLEST_CHUNK, Chunk, cut, widths
 from fishjax.engine.prefix import Prefix
 from fishjax.engine.sampling import TOP_K_CAP
 from fishjax.engine.sampling_params import SamplingParams
+from fishjax.engine.snapshots import BLOCK_COLUMNS, Snapshots, VoiceKey
 from fishjax.engine.state import StepInputs, StepOutput, new_state, segment_start
 from fishjax.errors import InvalidRequest, PromptTooLong
+from fishjax.model.cache import KVCache, init_cache
 from fishjax.model.dual_ar import DualAR, slice_head
 from fishjax.weights.precision import Precision
 from fishjax.weights.prepare import prepared_weight
@@ -71,9 +74,9 @@ class Engine:
     """A model, its codec and `num_slots` slots of `max_len` columns each.
 
     `precision` says how the head and the cache are kept (the weights come as they are); `max_reference_s` is the
-    longest reference clip in seconds; at most `chunk_columns` of a prompt are read between two steps. `memory` is what
-    all of it takes. Not thread-safe: one loop owns it. Raises InvalidRequest for sizes that cannot be, or that the
-    device has no room for.
+    longest reference clip in seconds; at most `chunk_columns` of a prompt are read between two steps; snapshots of
+    voices may take `voice_bytes`. `memory` is what all of it takes, `voices` what is known of snapshots. Not
+    thread-safe: one loop owns it. Raises InvalidRequest for sizes that cannot be, or that the device has no room for.
     """
 
     def __init__(
@@ -87,6 +90,7 @@ class Engine:
         precision: Precision | None = None,
         max_reference_s: float = 30.0,
         chunk_columns: int = CHUNK_COLUMNS,
+        voice_bytes: int = 0,
         model_name: str = "fishjax",
     ):
         config = model.config
@@ -107,7 +111,9 @@ class Engine:
         self.precision = precision or Precision.default()
         kv_dtype = self.precision.kv_dtype
         head_NK = prepared_weight(quantize_head(slice_head(model, im_end_id), self.precision.head))
-        self.memory = memory.plan(model, codec, head_NK, num_slots=num_slots, max_len=max_len, kv_dtype=kv_dtype)
+        self.memory = memory.plan(
+            model, codec, head_NK, num_slots=num_slots, max_len=max_len, kv_dtype=kv_dtype, voice_bytes=voice_bytes
+        )
         self.memory.check(memory.device_limit())
         self._decode = {
             short: steps.bind(model, steps.decode_step, donate=(1,), first=(head_NK,), short=short)
@@ -118,9 +124,14 @@ class Engine:
         self._encode = steps.bind(codec, steps.encode_step)
         self._insert = jax.jit(steps.insert_slot, donate_argnums=(0, 1))
         self._extract = jax.jit(steps.extract_slot)
+        block_columns = min(BLOCK_COLUMNS, max_len)
+        self._take_block = jax.jit(partial(steps.take_block, columns=block_columns))
+        self._put_block = jax.jit(steps.put_block, donate_argnums=(0,))
 
         self._state = new_state(config, num_slots, max_len, kv_dtype)
         self._codec_state = init_stream(codec, num_slots, max_len)
+        block_bytes = memory.described(lambda: init_cache(config, 1, block_columns, kv_dtype))
+        self.voices = Snapshots(voice_bytes, block_bytes, block_columns)
         self._widths = widths(max_len, chunk_columns)
         self._unread: list[deque[Chunk]] = [deque() for _ in range(num_slots)]
         self._reset_B = np.zeros(num_slots, bool)
@@ -135,6 +146,8 @@ class Engine:
             columns_CT = np.zeros((self.num_codebooks + 1, min(width, self.max_len - 1) + 1), np.int32)
             self.insert(self.prefill(columns_CT, SamplingParams()), 0)
             self.read(0)
+        say("copies of a voice")
+        self._put_voice((self._take_block(self._state.cache, np.int32(0), np.int32(0)),), 0)
         for top_k, ordering in ((1, "short"), (TOP_K_CAP + 1, "whole")):
             say(f"decode step, {ordering} ordering of candidates")
             self.insert(dataclasses.replace(self.extract(0), top_k=top_k), 0)
@@ -145,13 +158,21 @@ class Engine:
         self.encode_reference(np.zeros(self.samples_per_frame, np.float32))
 
     def prefill(
-        self, columns_CT: np.ndarray, sampling: SamplingParams, *, prefix_length: int = 0, first_frame: int = 0
+        self,
+        columns_CT: np.ndarray,
+        sampling: SamplingParams,
+        *,
+        prefix_length: int = 0,
+        voice_length: int = 0,
+        first_frame: int = 0,
     ) -> Prefix:
         """A prompt for a slot, nothing of it read yet.
 
         All but the last of `columns_CT` int32 (C+1, T) are read into the cache; the first step reads the last one.
-        They follow the first `prefix_length` columns that the slot holds. `first_frame` counts the frames that the
-        request already has: it keys the random numbers. Raises PromptTooLong when no position is left for a frame.
+        They follow the first `prefix_length` columns that the slot holds. Where that is none, the first
+        `voice_length` are those that other prompts with this voice have too: they are copied if they are known, and
+        kept once they are read. `first_frame` counts the frames that the request already has: it keys the random
+        numbers. Raises PromptTooLong when no position is left for a frame.
         """
         num_new = columns_CT.shape[1] - 1
         length = prefix_length + num_new
@@ -160,7 +181,15 @@ class Engine:
         if length >= self.max_len:
             raise PromptTooLong(f"the prompt has {length + 1} columns; a slot holds {self.max_len}: shorten it")
         slots = segment_start(columns_CT[:, -1], length, first_frame, sampling)
-        return Prefix(cut(columns_CT[:, :-1], prefix_length, slots, self._widths), sampling.top_k)
+        new_CT = columns_CT[:, :-1]
+        if prefix_length or voice_length < SMALLEST_CHUNK:  # too little to gain from a copy
+            return Prefix(cut(new_CT, prefix_length, slots, self._widths), sampling.top_k)
+        # Cut here whether it is known or not, so that the codes are the same bit for bit.
+        voice_CT, rest_CT = np.split(new_CT, [voice_length], axis=1)
+        rest = cut(rest_CT, voice_length, slots, self._widths)
+        if (voice := self.voices.find(key := VoiceKey.of(voice_CT))) is not None:
+            return Prefix(rest, sampling.top_k, voice=voice)
+        return Prefix((*cut(voice_CT, 0, slots, self._widths, key), *rest), sampling.top_k)
 
     def insert(self, prefix: Prefix, slot: int) -> None:
         """Put a request into a slot; once its prompt is read, its next step makes its next frame."""
@@ -170,11 +199,16 @@ class Engine:
         self._top_k_B[slot] = prefix.top_k
         if prefix.saved is not None:
             self._state, self._codec_state = self._insert(self._state, self._codec_state, prefix.saved, np.int32(slot))
+        self._put_voice(prefix.voice, slot)
 
     def read(self, slot: int) -> None:
         """Read the next chunk of a slot's prompt; returns at once."""
         chunk = self._unread[slot].popleft()
         self._state = self._prefill(self._state, chunk.columns_1KT, np.int32(chunk.start), chunk.slots, np.int32(slot))
+        if chunk.voice is not None and (starts := self.voices.make_room(chunk.voice)):
+            cache = self._state.cache
+            blocks = tuple(self._take_block(cache, np.int32(slot), np.int32(start)) for start in starts)
+            self.voices.add(chunk.voice, blocks)
 
     def step(self, run: Collection[int]) -> PendingStep:
         """Make the next frame of each slot in `run`, after what is unread of its prompt; returns at once."""
@@ -213,3 +247,10 @@ class Engine:
         padded_BT[0, : audio_T.size] = audio_T
         num_frames = -(-audio_T.size // self.samples_per_frame)
         return np.asarray(self._encode(padded_BT))[0, :, :num_frames]
+
+    def _put_voice(self, blocks: tuple[KVCache, ...], slot: int) -> None:
+        cache = self._state.cache
+        for index, block in enumerate(blocks):
+            start = np.int32(index * self.voices.block_columns)
+            cache = self._put_block(cache, block, np.int32(slot), start)
+        self._state = dataclasses.replace(self._state, cache=cache)

@@ -1,6 +1,7 @@
 """What an engine keeps in the device's memory, known before it is allocated.
 
-    weights, slots and sound as long as it lives; moving: rows outside the slots, for requests on their way
+    weights, slots and sound as long as it lives; moving: rows outside the slots, for requests on their way; voices: the
+    budget of snapshots, which fills up while it serves
 
 Not in it: the working space of the compiled programs, which the device shows only while they run.
 """
@@ -8,7 +9,7 @@ Not in it: the working space of the compiled programs, which the device shows on
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, astuple, dataclass
 from typing import Any
 
 import jax
@@ -26,21 +27,21 @@ _MIB = 2**20
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """Bytes: of the weights, of all slots' caches, of all slots' codec streams, and of rows outside the slots."""
+    """Bytes: of weights, of all slots' caches, of all slots' codec streams, of rows outside the slots, of snapshots."""
 
     weights: int
     slots: int
     sound: int
     moving: int
+    voices: int
 
     @property
     def total(self) -> int:
         """Bytes of all of it."""
-        return self.weights + self.slots + self.sound + self.moving
+        return sum(astuple(self))
 
     def __str__(self) -> str:
-        parts = {"weights": self.weights, "slots": self.slots, "sound": self.sound, "moving": self.moving}
-        words = ", ".join(f"{name} {num_bytes / _MIB:.1f}" for name, num_bytes in parts.items())
+        words = ", ".join(f"{name} {num_bytes / _MIB:.1f}" for name, num_bytes in asdict(self).items())
         return f"{self.total / _MIB:.1f} MiB ({words})"
 
     def check(self, limit: int | None) -> None:
@@ -48,11 +49,13 @@ class MemoryPlan:
         if limit is not None and self.total > limit:
             raise InvalidRequest(
                 f"the device gives {limit / _MIB:.1f} MiB, and this server needs {self}: "
-                "start it with fewer --slots, a shorter --max-len or a smaller --precision"
+                "start it with fewer --slots, a shorter --max-len, a smaller --precision or less --voice-memory"
             )
 
 
-def plan(model: DualAR, codec: Codec, head_NK: Any, *, num_slots: int, max_len: int, kv_dtype: Any) -> MemoryPlan:
+def plan(
+    model: DualAR, codec: Codec, head_NK: Any, *, num_slots: int, max_len: int, kv_dtype: Any, voice_bytes: int = 0
+) -> MemoryPlan:
     """What an engine of these parts keeps; they may be abstract. Nothing is allocated."""
     config = model.config
     row = described(lambda: (init_cache(config, 1, max_len, kv_dtype), init_stream(codec, 1, max_len)))
@@ -62,6 +65,7 @@ def plan(model: DualAR, codec: Codec, head_NK: Any, *, num_slots: int, max_len: 
         sound=described(lambda: init_stream(codec, num_slots, max_len)),
         # One for each slot whose request is taken out of it.
         moving=row * num_slots,
+        voices=voice_bytes,
     )
 
 

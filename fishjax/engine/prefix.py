@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from fishjax.codec.stream import CodecStreamState
 from fishjax.engine.chunks import Chunk
 from fishjax.engine.state import DecodeState
+from fishjax.model.cache import KVCache
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -14,13 +15,15 @@ class Prefix:
     """Enough to go on to the same codes in any slot.
 
     `unread`: chunks of its prompt, in order. `top_k`: the request's, for the host. `silent`: its sound starts from
-    silence. `saved`: one row of all that its slot held; None: it goes on from what its slot holds.
+    silence. `saved`: one row of all that its slot held; None: it goes on from what its slot holds. `voice`: blocks of
+    keys and values that its slot gets first.
     """
 
     unread: tuple[Chunk, ...]
     top_k: int
     silent: bool = True
     saved: tuple[DecodeState, CodecStreamState] | None = None
+    voice: tuple[KVCache, ...] = ()
 
     @property
     def num_chunks(self) -> int:

@@ -23,7 +23,7 @@ from fishjax.model.cache import KVCache, init_cache
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class SlotState:
-    """Everything about a slot but its cache and codec state; of JAX or of NumPy, the slot axis B first in each field."""
+    """Everything about a slot but its cache and codec state, of JAX or of NumPy; the slot axis B is first in each."""
 
     length_B: Any  # int32: columns whose keys and values are in the cache
     column_BK: Any  # int32 (B, C+1): the next column to read; row 0 is a token id

@@ -1,6 +1,6 @@
 """The device programs: pure functions from state to state, and `bind`, which compiles one over a module's weights.
 
-prefill_step: columns of a prompt -> keys and values of one slot
+prefill_step: columns of a prompt -> keys and values of one slot (take_block, put_block: copies of some of them)
 decode_step: column -> slow step -> semantic candidate -> fast loop -> codes -> next column
 codec_step:  codes -> sound, each slot's stream state carried
 """
@@ -20,6 +20,7 @@ from fishjax.codec import Codec
 from fishjax.codec.stream import CodecStreamState, stream_decode
 from fishjax.engine import sampling
 from fishjax.engine.state import DecodeState, SlotState, StepInputs, StepOutput
+from fishjax.model.cache import KVCache
 from fishjax.model.dual_ar import DualAR
 
 
@@ -128,6 +129,25 @@ def extract_slot(
 ) -> tuple[DecodeState, CodecStreamState]:
     """Copies of one slot's rows."""
     return jax.tree.map(partial(_take, slot=slot), (state, codec_state))
+
+
+def take_block(cache: KVCache, slot: jax.Array, start: jax.Array, *, columns: int) -> KVCache:
+    """A copy of a slot's keys and values at positions `start` .. start + columns - 1, or of the last ones there are."""
+
+    def take(whole: jax.Array) -> jax.Array:
+        sizes = (1, whole.shape[1], columns, *whole.shape[3:])
+        return jax.lax.dynamic_slice(whole, (slot, 0, start, *[0] * (whole.ndim - 3)), sizes)
+
+    return jax.tree.map(take, cache)
+
+
+def put_block(cache: KVCache, block: KVCache, slot: jax.Array, start: jax.Array) -> KVCache:
+    """What `take_block` took, put into a slot at the same positions."""
+
+    def put(whole: jax.Array, part: jax.Array) -> jax.Array:
+        return jax.lax.dynamic_update_slice(whole, part, (slot, 0, start, *[0] * (whole.ndim - 3)))
+
+    return jax.tree.map(put, cache, block)
 
 
 def _take(whole: jax.Array, slot: jax.Array) -> jax.Array:

@@ -33,10 +33,14 @@ class FinishReason(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """Columns (C+1, T) that follow `prefix_length` columns already in the cache."""
+    """Columns (C+1, T) that follow `prefix_length` columns already in the cache.
+
+    The first `voice_length` of them belong to the voice alone; 0 where the cache holds those already.
+    """
 
     columns_CT: np.ndarray
     prefix_length: int
+    voice_length: int
     first_frame: int
 
 
@@ -162,7 +166,8 @@ class Utterance:
         self._frame_limit = limits[self._limit_reason]
         known = _common_columns(self._cached_CT, prompt_CT)
         self._prompt_CT = prompt_CT
-        return Prompt(prompt_CT[:, known:], known, self.num_frames)
+        voice_length = 0 if known else self._prompter.voice(self._given).shape[1]
+        return Prompt(prompt_CT[:, known:], known, voice_length, self.num_frames)
 
     def _fit(self, wanted: int) -> np.ndarray:
         """The prompt of this segment, with history where it leaves room for `wanted` frames."""

@@ -103,6 +103,15 @@ class Prompter:
         items = [self._interleaved(done.text, done.codes_KT) for done in (*references, *history)]
         return self.sequence([*items, self._interleaved(text)], modality="interleave").columns_CT
 
+    def voice(self, references: Sequence[Reference]) -> np.ndarray:
+        """What every prompt with these references begins with, whatever is spoken: columns (C+1, T) int32."""
+        if self.layout == "chat":
+            conversation = Conversation(self)
+            conversation.system(references)
+            return conversation.columns_CT
+        items = [self._interleaved(reference.text, reference.codes_KT) for reference in references]
+        return self.sequence(items, modality="interleave").columns_CT
+
     def sequence(self, items: Iterable[Item], modality: str | None) -> EncodedSequence:
         """Items one after the other, after the token of the modality: "interleave", "text", "voice" or None."""
         parts: list[tuple[np.ndarray, bool]] = []

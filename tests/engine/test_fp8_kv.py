@@ -90,7 +90,9 @@ def test_a_scale_in_the_wrong_place_is_seen(model, monkeypatch):
 @pytest.fixture(scope="module")
 def fp8_engine(golden_model, golden_codec):
     precision = dataclasses.replace(Precision.uniform("fp32"), kv="fp8")
-    return Engine(golden_model, golden_codec, im_end_id=422, num_slots=3, max_len=128, precision=precision)
+    return Engine(
+        golden_model, golden_codec, im_end_id=422, num_slots=3, max_len=128, precision=precision, voice_bytes=1 << 20
+    )
 
 
 def speak(engine, slot, num_frames, beside=()):
@@ -111,6 +113,20 @@ def test_a_request_moves_to_another_slot_with_its_scales(fp8_engine, prompt):
     fp8_engine.insert(saved, 2)
     rest = speak(fp8_engine, 2, 6, beside=(1,))
     np.testing.assert_array_equal(np.concatenate([first, rest]), whole)
+
+
+def test_a_voice_is_copied_with_its_scales(fp8_engine, prompt):
+    takes, columns = [], prompt(7, 60)
+    for slot in (0, 1):
+        prefix = fp8_engine.prefill(columns, SamplingParams(seed=21), voice_length=40)
+        fp8_engine.insert(prefix, slot)
+        takes.append((prefix.num_chunks, speak(fp8_engine, slot, 6)))
+        cache = fp8_engine.extract(slot).saved[0].cache
+        takes[-1] += tuple(np.asarray(leaf)[:, :, :65].tobytes() for leaf in jax.tree.leaves(cache))
+        fp8_engine.free(slot)
+    (read, codes, *kv), (copied, same_codes, *same_kv) = takes
+    assert (read, copied) == (2, 1) and kv == same_kv
+    np.testing.assert_array_equal(codes, same_codes)
 
 
 def test_the_cache_takes_about_a_quarter_of_a_float32_one(fp8_engine, golden_model, golden_codec):

@@ -9,6 +9,7 @@ import pytest
 from fishjax.engine.engine import Engine
 from fishjax.engine.sampling_params import SamplingParams
 from fishjax.errors import InvalidRequest
+from fishjax.model.cache import init_cache
 from fishjax.weights.load import load_dual_ar
 from fishjax.weights.load_codec import load_codec
 
@@ -24,9 +25,23 @@ def live_bytes():
 def test_what_is_predicted_is_what_is_taken(golden, num_slots, max_len):
     before = live_bytes()
     model, codec = load_dual_ar(golden / "dualar_tiny" / "s2_layout")[1], load_codec(golden / "codec_tiny")[1]
-    engine = Engine(model, codec, im_end_id=IM_END, num_slots=num_slots, max_len=max_len, max_reference_s=0.5)
+    voice_bytes = 20 * sum(half.nbytes for half in jax.tree.leaves(init_cache(model.config, 1, max_len)))
+    engine = Engine(
+        model,
+        codec,
+        im_end_id=IM_END,
+        num_slots=num_slots,
+        max_len=max_len,
+        max_reference_s=0.5,
+        voice_bytes=voice_bytes,
+    )
     engine.warmup()
-    # The busiest moment: every slot's request is taken out, and others' prompts are read there.
+    for voice in range(45):
+        columns = np.full((engine.num_codebooks + 1, 20), voice, np.int32)
+        engine.insert(engine.prefill(columns, SamplingParams(), voice_length=18), 0)
+        engine.read(0)
+    assert 0.95 * voice_bytes <= engine.voices.num_bytes <= voice_bytes == engine.memory.voices
+    # The busiest moment: all voices are there, every slot's request is taken out, and others' prompts are read there.
     columns = np.zeros((engine.num_codebooks + 1, 20), np.int32)
     for slot in range(num_slots):
         engine.insert(engine.prefill(columns, SamplingParams()), slot)

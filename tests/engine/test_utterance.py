@@ -64,6 +64,18 @@ def test_one_segment_ends_when_the_model_says_so(make):
     assert utterance.next_prompt() is None
 
 
+@pytest.mark.parametrize("references", [[], [Reference("hello there", np.ones((4, 9), np.int32))]])
+def test_the_first_prompt_says_how_much_of_it_is_the_voice(make, references):
+    texts = ("One two. Three four.", "Other.")
+    (first, second), (other,) = (speak(make(text, references, segment_bytes=12), 4) for text in texts)
+    voice_length = first.voice_length
+    assert voice_length > 10 and voice_length == other.voice_length
+    np.testing.assert_array_equal(first.columns_CT[:, :voice_length], other.columns_CT[:, :voice_length])
+    assert second.voice_length == 0 and second.prefix_length >= voice_length
+    voiced = speak(make(texts[0], [Reference("other", np.ones((4, 20), np.int32))]), 4)[0]
+    assert voiced.voice_length > voice_length
+
+
 def test_an_end_at_the_first_frame_is_empty_not_sound(make):
     utterance = make("hello world")
     utterance.next_prompt()

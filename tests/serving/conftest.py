@@ -47,7 +47,7 @@ def serve():
 @pytest.fixture(scope="session")
 def minnow():
     """The voice that ships, with two slots, compiled once."""
-    return load(num_slots=2, max_len=256)
+    return load(num_slots=2, max_len=256, voice_bytes=8 * 2**20)
 
 
 @pytest.fixture

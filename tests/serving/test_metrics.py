@@ -12,7 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from fishjax.errors import InvalidRequest
 from fishjax.rpc.v1 import tts_pb2
-from serving._testing import FakeEngine, FakeSpeech
+from serving._testing import FakeEngine, FakeSpeech, FakeVoices
 from serving.config import ServerConfig
 from serving.metrics import Metrics
 from serving.server import build
@@ -79,6 +79,16 @@ async def test_requests_sound_and_times(serve):
         assert (samples["fishjax_busy_slots",], samples["fishjax_waiting_requests",]) == (0, 0)
 
 
+async def test_voices_that_were_copied_and_read(serve):
+    async with serve(FakeEngine(voices=FakeVoices(hits=7, misses=2, num_bytes=4096)), metrics_port=0) as running:
+        samples = await scrape(running)
+        assert samples["fishjax_voice_hits_total",] == 7
+        assert samples["fishjax_voice_misses_total",] == 2
+        assert samples["fishjax_voice_bytes",] == 4096
+        running.engine.voices.hits = 8
+        assert (await scrape(running))["fishjax_voice_hits_total",] == 8
+
+
 async def test_load_preemptions_and_callers_that_leave(serve):
     async with serve(FakeEngine(num_slots=1), metrics_port=0) as running:
         running.engine.gate.close()
@@ -120,8 +130,10 @@ async def test_late_sound_is_an_underrun(serve):
 
 
 def test_names_say_what_and_in_which_unit():
-    units = {"seconds", "ratio", "slots", "requests", "underruns", "preemptions"}
-    for family in Metrics().registry.collect():
+    units = {"seconds", "ratio", "slots", "requests", "underruns", "preemptions", "hits", "misses", "bytes"}
+    metrics = Metrics()
+    metrics.watch(lambda: (0, 0), FakeVoices())
+    for family in metrics.registry.collect():
         assert family.name.startswith("fishjax_")
         assert family.name.rpartition("_")[2] in units, family.name
         assert family.documentation

@@ -250,8 +250,11 @@ async def test_a_stored_voice_sounds_as_its_clips_do_and_outlives_the_server(ser
         buffers.append(buffer.getvalue())
     text = "open the red door."
     async with serve_minnow(voices=tmp_path) as running:
+        voices = running.engine.voices
+        before = voices.hits, voices.misses
         wanted = [await speak(running, clips=[(buffer, "close the gate")], text=text) for buffer in buffers]
         assert wanted[0] != wanted[1]
+        assert (voices.hits, voices.misses) == (before[0], before[1] + 2)  # read once each
 
         def create():
             with Client(running.server.address) as client:
@@ -266,3 +269,16 @@ async def test_a_stored_voice_sounds_as_its_clips_do_and_outlives_the_server(ser
         # Alternating and at once, in whatever slot: each has its own.
         heard = await asyncio.gather(*(speak(running, f"voice{number % 2}", text=text) for number in range(6)))
         assert [data == wanted[number % 2] for number, data in enumerate(heard)] == [True] * 6
+        assert [await speak(running, clips=[(buffers[0], "close the gate")], text=text)] == wanted[:1]
+        assert (voices.hits, voices.misses) == (before[0] + 7, before[1] + 2)  # and copied after, stored or sent
+
+
+async def test_the_default_voice_is_read_once_and_copied_after(serve_minnow):
+    async with serve_minnow() as running:
+        first = await speak(running, text="open the red door.")
+        voices = running.engine.voices
+        before = voices.hits, voices.misses
+        assert await speak(running, text="open the red door.") == first
+        await speak(running, text="find the blue box.")
+        assert (voices.hits, voices.misses) == (before[0] + 2, before[1])
+        assert voices.num_bytes > 0

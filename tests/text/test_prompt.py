@@ -97,6 +97,20 @@ def test_a_later_prompt_begins_with_the_last_one_and_its_frames(tokenizer, layou
         cached = np.concatenate([prompt, prompter.frame_columns(frames)], axis=1)
 
 
+@pytest.mark.parametrize("layout", ["chat", "interleave"])
+@pytest.mark.parametrize("references", [[], [Reference("one", codes(5)), Reference("<|speaker:1|>two", codes(3, 1))]])
+def test_every_prompt_of_a_voice_begins_with_its_columns(tokenizer, layout, references):
+    prompter = Prompter(tokenizer, 4, layout)
+    voice = prompter.voice(references)
+    assert voice.shape[1] > 0
+    for history in ([], [Reference("said", codes(4))]):
+        for text in ("hello", "<|speaker:2|>x"):
+            prompt = prompter.prompt(references, history, text)
+            np.testing.assert_array_equal(prompt[:, : voice.shape[1]], voice)
+    if references:
+        assert not np.array_equal(voice, prompter.voice([Reference("two", codes(5)), references[1]]))
+
+
 def test_interleave_history_has_the_form_of_a_reference(tokenizer):
     prompter = Prompter(tokenizer, 4, "interleave")
     spoken = Reference("hello world", codes(6))
