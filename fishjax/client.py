@@ -19,7 +19,7 @@ import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 import grpc
 import numpy as np
@@ -28,6 +28,23 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from fishjax.rpc.v1 import tts_pb2, tts_pb2_grpc
 
 _MAX_MESSAGE_BYTES = 32 * 1024 * 1024
+
+
+class SpeechOptions(TypedDict, total=False):
+    """How to speak; what is left out, or None, takes the model's default.
+
+    `voice_id`: a stored voice. Or `references`: clips (a sound file's bytes, or its path) with their words.
+    """
+
+    voice_id: str
+    references: Sequence[tuple[bytes | os.PathLike[str], str]]
+    audio_format: tts_pb2.AudioFormat
+    priority: tts_pb2.Priority
+    temperature: float | None
+    top_p: float | None
+    top_k: int | None
+    seed: int | None
+    max_frames: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,66 +108,21 @@ class Client:
         self._health = health_pb2_grpc.HealthStub(self._channel)
 
     def synthesize(
-        self,
-        text: str,
-        *,
-        voice_id: str = "",
-        references: Sequence[tuple[bytes | os.PathLike[str], str]] = (),
-        audio_format: tts_pb2.AudioFormat = tts_pb2.PCM_S16LE,
-        priority: tts_pb2.Priority = tts_pb2.PRIORITY_UNSPECIFIED,
-        temperature: float | None = None,
-        top_p: float | None = None,
-        top_k: int | None = None,
-        seed: int | None = None,
-        max_frames: int | None = None,
-        timeout_s: float | None = None,
+        self, text: str, *, timeout_s: float | None = None, **options: Unpack[SpeechOptions]
     ) -> SpeechStream:
-        """Speak `text`; returns at once.
-
-        `voice_id`: a stored voice. Or `references`: clips (a sound file's bytes, or its path) with their words.
-        What is None takes the model's default; `timeout_s` limits the whole call, in seconds.
-        """
-        request = tts_pb2.SynthesizeRequest(
-            text=text,
-            voice_id=voice_id,
-            references=_references(references),
-            format=audio_format,
-            priority=priority,
-            sampling=tts_pb2.Sampling(
-                temperature=temperature, top_p=top_p, top_k=top_k, seed=seed, max_frames=max_frames
-            ),
-        )
+        """Speak `text`; returns at once. `timeout_s` limits the whole call, in seconds."""
+        request = tts_pb2.SynthesizeRequest(text=text, **_fields(options))
         return SpeechStream(self._tts.Synthesize(request, timeout=timeout_s, metadata=self._metadata))
 
     def synthesize_live(
-        self,
-        pieces: Iterable[str | None],
-        *,
-        voice_id: str = "",
-        references: Sequence[tuple[bytes | os.PathLike[str], str]] = (),
-        audio_format: tts_pb2.AudioFormat = tts_pb2.PCM_S16LE,
-        priority: tts_pb2.Priority = tts_pb2.PRIORITY_UNSPECIFIED,
-        temperature: float | None = None,
-        top_p: float | None = None,
-        top_k: int | None = None,
-        seed: int | None = None,
-        max_frames: int | None = None,
-        timeout_s: float | None = None,
+        self, pieces: Iterable[str | None], *, timeout_s: float | None = None, **options: Unpack[SpeechOptions]
     ) -> SpeechStream:
         """Speak text that arrives in pieces; returns at once. `pieces` is read in another thread, as the text comes.
 
-        Each sentence is spoken once the next one begins; None among the pieces speaks what is there. The other
-        arguments are those of `synthesize`.
+        Each sentence is spoken once the next one begins; None among the pieces speaks what is there. `timeout_s` limits
+        the whole call, in seconds.
         """
-        start = tts_pb2.LiveStart(
-            voice_id=voice_id,
-            references=_references(references),
-            format=audio_format,
-            priority=priority,
-            sampling=tts_pb2.Sampling(
-                temperature=temperature, top_p=top_p, top_k=top_k, seed=seed, max_frames=max_frames
-            ),
-        )
+        start = tts_pb2.LiveStart(**_fields(options))
 
         def messages() -> Iterator[tts_pb2.SynthesizeLiveRequest]:
             yield tts_pb2.SynthesizeLiveRequest(start=start)
@@ -211,6 +183,20 @@ class Client:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _fields(options: SpeechOptions) -> dict[str, Any]:
+    """What both kinds of request have in common. Raises TypeError for an option that there is not."""
+    if unknown := options.keys() - SpeechOptions.__annotations__.keys():
+        raise TypeError(f"there is no option {min(unknown)!r} of speech")
+    sampling = {name: options.get(name) for name in ("temperature", "top_p", "top_k", "seed", "max_frames")}
+    return {
+        "voice_id": options.get("voice_id", ""),
+        "references": _references(options.get("references", ())),
+        "format": options.get("audio_format", tts_pb2.PCM_S16LE),
+        "priority": options.get("priority", tts_pb2.PRIORITY_UNSPECIFIED),
+        "sampling": tts_pb2.Sampling(**sampling),
+    }
 
 
 def _references(clips: Sequence[tuple[bytes | os.PathLike[str], str]]) -> list[tts_pb2.Reference]:

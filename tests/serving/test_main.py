@@ -166,6 +166,7 @@ def test_options_come_from_the_command_line_else_the_environment_else_the_file(s
     result, options, config = started(file=FILE)
     assert result.exit_code == 0
     assert (options["num_slots"], config.max_queue, config.drain_s, config.host) == (8, 5, 1.0, "::1")
+    assert "device memory for 8 slots of 1024 positions: none" in result.output
     assert str(config.voices) == "some/folder" and config.port == ServerConfig().port
     environment = {"FISHJAX_MAX_QUEUE": "6", "FISHJAX_SLOTS": "2"}
     _, options, config = started("--slots", "3", file=FILE, environment=environment)

@@ -547,6 +547,8 @@ async def test_the_client_speaks_to_it(serve, tmp_path):
                 assert speech.header.seed == 3
                 samples = np.concatenate([chunk.samples for chunk in speech])
                 wav = b"".join(chunk.data for chunk in client.synthesize("a b", seed=4, audio_format=tts_pb2.WAV))
+                with pytest.raises(TypeError, match="no option 'sede'"):
+                    client.synthesize("a", sede=3)  # pyright: ignore
                 with pytest.raises(grpc.RpcError) as caught:
                     list(client.synthesize(" "))
                 assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
