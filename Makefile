@@ -31,9 +31,11 @@ test: $(VENV)/.ready ## lint, types, import rules and all tests that a CPU can r
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/lint-imports && $(BIN)/pyright
 	@$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile
 
-bench: $(VENV)/.ready ## measure what this machine can measure
+bench: $(VENV)/.ready ## measure kernels, step and server; without a GPU: small cases, and the server with the small voice
+	@command -v nvidia-smi > /dev/null || echo "no GPU: times of kernels and step are of small cases on the CPU and say nothing of a GPU; those of the server are this machine's own"
 	@$(BIN)/python -m fishjax.bench kernels
 	@$(BIN)/python -m fishjax.bench step
+	@$(BIN)/python -m fishjax.bench serve --batch-lane
 
 clean: ## remove .venv and what tests left behind
 	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis hello.wav
