@@ -16,8 +16,8 @@ GOLDEN = Path(__file__).parent / "golden"
 def pytest_configure(config: pytest.Config) -> None:
     """Compiling is most of what a run costs, and many tests compile the same program: each is kept for one run.
 
-    Programs started by tests, and the workers of `pytest -n`, inherit the folder through the environment. `compiles` counts
-    what comes out of it too.
+    Programs started by tests, and the workers of `pytest -n`, inherit the folder through the environment. `compiles`
+    counts what comes out of it too.
     """
     if hasattr(config, "workerinput"):
         return
