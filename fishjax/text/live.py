@@ -29,22 +29,34 @@ class LiveText:
         self._speaker = ""  # the tag that holds where the rest begins, with the space behind it if there is one
         self._tag_is_new = False  # nothing has come behind it yet
         self._rest = ""
+        # What cannot be cut (a letter with a thousand accents) is not read again before it has doubled in length: read
+        # with each piece, its time would grow with its square.
+        self._read_from = 0
 
     def feed(self, piece: str) -> list[str]:
         """Take the next piece; the segments that are whole now."""
-        text = squeeze_spaces(self._rest + piece)
-        tags = list(SPEAKER_TAG.finditer(text))
-        segments: list[str] = []
-        begin = 0
-        for tag in tags:
-            segments += self._sentences(text[begin : tag.start()])
-            segments += self.flush()
-            self._speaker, self._tag_is_new, begin = tag[0], True, tag.end()
-        return segments + self._sentences(text[begin:])
+        text = self._rest + piece
+        if len(text) < self._read_from:
+            self._rest = text
+            return []
+        return self._read(text)
 
     def flush(self) -> list[str]:
         """Everything that is here, whole or not."""
-        rest, self._rest = self._rest, ""
+        return (self._read(self._rest) if self._read_from else []) + self._flush_rest()
+
+    def _read(self, text: str) -> list[str]:
+        text = squeeze_spaces(text)
+        segments: list[str] = []
+        begin = 0
+        for tag in SPEAKER_TAG.finditer(text):
+            segments += self._sentences(text[begin : tag.start()])
+            segments += self._flush_rest()
+            self._speaker, self._tag_is_new, begin = tag[0], True, tag.end()
+        return segments + self._sentences(text[begin:])
+
+    def _flush_rest(self) -> list[str]:
+        rest, self._rest, self._read_from = self._rest, "", 0
         return self._segments(rest)
 
     def _sentences(self, text: str) -> list[str]:
@@ -62,11 +74,14 @@ class LiveText:
             if whole and (certain or 2 * _num_bytes(text[begin:end]) >= self._max_bytes):
                 segments += self._segments(text[begin:end])
                 begin = end + text.startswith(" ", end)
-        self._rest = text[begin:]
-        parts = self._segments(text[begin:horizon]) if _num_bytes(text[begin:horizon]) > self._max_bytes else []
-        if len(parts) > 1:
-            segments += parts[:-1]
-            self._rest = parts[-1].removeprefix(self._speaker) + text[horizon:]
+        self._rest, self._read_from = text[begin:], 0
+        if _num_bytes(text[begin:horizon]) > self._max_bytes:
+            parts = self._segments(text[begin:horizon])
+            if len(parts) > 1:
+                segments += parts[:-1]
+                self._rest = parts[-1].removeprefix(self._speaker) + text[horizon:]
+            else:
+                self._read_from = 2 * len(self._rest)
         return segments
 
     def _segments(self, text: str) -> list[str]:

@@ -6,8 +6,9 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from fishjax.text import live as live_text
 from fishjax.text.live import LiveText
-from fishjax.text.split import split_for_speech
+from fishjax.text.split import sentence_ends, split_for_speech
 
 MAX_BYTES = 200
 
@@ -69,6 +70,17 @@ def test_a_speakers_tag_ends_what_was_before_and_holds_on():
 
 def test_blank_pieces_say_nothing():
     assert feed_all(["", " ", "\n\t", "\u200b"]) == []
+
+
+@pytest.mark.parametrize("character", ["\u0301", "\u202e", "\u1100", "[laugh]"])
+@pytest.mark.parametrize("keep_tags", [True, False])
+def test_what_cannot_be_cut_is_not_read_over_and_over(monkeypatch, character, keep_tags):
+    read = []
+    monkeypatch.setattr(live_text, "sentence_ends", lambda text: read.append(len(text)) or sentence_ends(text))
+    pieces = ["Hello. E", *([character] * 3000), " <|speaker:1|>Bye. Now"]
+    segments = feed_all(pieces, keep_tags=keep_tags)
+    assert segments[0] == "Hello." and segments[-1] == "<|speaker:1|>Now"[0 if keep_tags else 13 :]
+    assert sum(read) < 300 * sum(map(len, pieces))  # read with each piece it is 1,500 times
 
 
 words = st.sampled_from(
