@@ -98,12 +98,14 @@ def load(
     max_len: int = 1024,
     precision: str | None = None,
     voice_bytes: int = 0,
+    sound_group: int = 1,
     progress: Callable[[str], None] | None = None,
     warm: bool = True,
 ) -> SpeechModel:
     """Load a model folder, public or converted (None: minnow, which ships), and compile it.
 
-    It gets `num_slots` slots of `max_len` columns, and `voice_bytes` for snapshots of the voices that it reads.
+    It gets `num_slots` slots of `max_len` columns, and `voice_bytes` for snapshots of the voices that it reads. A
+    `sound_group` above 1 is for a loop that calls `engine.sound`, as the server's does; `speak` does not.
 
     `precision` is a policy as in `Precision.parse`; None takes the platform's default. `progress` hears what is being
     done. `warm=False` leaves compiling to the caller (`engine.warmup`). Raises WeightsError for a folder that is not
@@ -117,6 +119,7 @@ def load(
         num_slots=num_slots,
         max_len=max_len,
         voice_bytes=voice_bytes,
+        sound_group=sound_group,
         model_name=place.resolve().name,
     )
     if warm:
@@ -125,7 +128,7 @@ def load(
 
 
 def assemble(
-    loaded: LoadedModel, *, num_slots: int, max_len: int, model_name: str, voice_bytes: int = 0
+    loaded: LoadedModel, *, num_slots: int, max_len: int, model_name: str, voice_bytes: int = 0, sound_group: int = 1
 ) -> SpeechModel:
     """An engine around a model in memory, nothing compiled yet. Raises InvalidRequest for a size that cannot be.
 
@@ -142,6 +145,7 @@ def assemble(
         precision=loaded.precision,
         max_reference_s=loaded.profile.max_reference_s,
         voice_bytes=voice_bytes,
+        sound_group=sound_group,
         model_name=model_name,
     )
     config = loaded.config

@@ -114,6 +114,7 @@ def serve(
     server_credentials(settings)
     read_keys(settings)
     from fishjax.engine.compile_cache import default_folder, keep_compiled
+    from fishjax.engine.engine import sound_group_for
     from fishjax.speech import load
 
     keep_compiled(compile_cache or default_folder())
@@ -123,6 +124,7 @@ def serve(
         max_len=max_len,
         precision=precision,
         voice_bytes=voice_memory * 2**20,
+        sound_group=sound_group_for(slots),
         progress=logger.info,
         warm=False,
     )

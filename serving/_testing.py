@@ -64,7 +64,8 @@ class Gate:
 class FakePrefix:
     """`columns` are in the cache, `unread` are not yet; None: they follow the first `kept` that the slot holds.
 
-    The segment has `frames` frames, `made` of them exist; `next_frame` is the request's.
+    The segment has `frames` frames, `made` of them exist; `next_frame` is the request's; levels of frames without sound
+    are `held`.
     """
 
     columns: list[int] | None
@@ -74,11 +75,16 @@ class FakePrefix:
     next_frame: int
     kept: int = 0
     made: int = 0
+    held: list[float] = field(default_factory=list)
 
     @property
     def num_chunks(self) -> int:
         """Chunks that are still to be read."""
         return len(self.unread)
+
+
+def _copied(prefix: FakePrefix, columns: list[int]) -> FakePrefix:
+    return replace(prefix, columns=list(columns), unread=list(prefix.unread), held=list(prefix.held))
 
 
 @dataclass(frozen=True)
@@ -88,6 +94,18 @@ class FakeStepResult:
     codes_BK: np.ndarray
     is_end_B: np.ndarray
     audio_Bs: np.ndarray
+    has_sound_B: np.ndarray
+
+
+class FakeSound:
+    """Sound of held frames."""
+
+    def __init__(self, audio_BFs: np.ndarray):
+        self._audio_BFs = audio_BFs
+
+    def result(self) -> np.ndarray:
+        """The samples."""
+        return self._audio_BFs
 
 
 class FakePending:
@@ -115,7 +133,8 @@ class FakeVoices:
 @dataclass
 class FakeEngine:
     """Slots of numbers. Asserts the rules of the verbs: one thread, warm first, insert and read before step, no freed
-    slot runs. A chunk has `chunk_columns` columns.
+    slot runs. A chunk has `chunk_columns` columns. With a `sound_group` sound of all but a segment's first frame is
+    made by `sound`.
 
     `fault` is raised by the result of the next step, `warmup_fault` by the warm-up; `trace` lists the verbs.
     """
@@ -127,6 +146,7 @@ class FakeEngine:
     samples_per_frame: int = 4
     model_name: str = "fake"
     chunk_columns: int = 4
+    sound_group: int = 1
     voices: FakeVoices = field(default_factory=FakeVoices)
     gate: Gate = field(default_factory=Gate)
     fault: Exception | None = None
@@ -176,7 +196,7 @@ class FakeEngine:
             held = [] if row is None or row.columns is None else row.columns
             assert prefix.kept <= len(held), f"{prefix.kept} columns of {len(held)}"
             columns = held[: prefix.kept]
-        self._slots[slot] = replace(prefix, columns=list(columns), unread=list(prefix.unread))
+        self._slots[slot] = _copied(prefix, columns)
 
     def read(self, slot: int) -> None:
         """A chunk."""
@@ -194,6 +214,7 @@ class FakeEngine:
         codes_BK = np.full((self.num_slots, self.num_codebooks), -1, np.int32)
         is_end_B = np.zeros(self.num_slots, bool)
         audio_Bs = np.full((self.num_slots, self.samples_per_frame), np.nan, np.float32)
+        has_sound_B = np.zeros(self.num_slots, bool)
         assert len(set(run)) == len(list(run)), f"a slot runs twice: {run}"
         for slot in run:
             row = self._slots[slot]
@@ -201,19 +222,39 @@ class FakeEngine:
             assert not row.unread, f"slot {slot} runs before its prompt is read"
             is_end_B[slot] = row.made >= row.frames
             codes_BK[slot] = [row.sampling.seed % 1000, row.next_frame, row.made]
-            audio_Bs[slot] = frame_level(row.sampling.seed, row.next_frame)
+            level, has_sound_B[slot] = (
+                frame_level(row.sampling.seed, row.next_frame),
+                self.sound_group == 1 or not row.made,
+            )
+            if has_sound_B[slot]:
+                audio_Bs[slot] = level
+            else:
+                row.held.append(level)
+                assert row.made >= row.frames or len(row.held) <= 2 * self.sound_group, "no room for a frame"
             row.columns.append(-1)
             row.made += 1
             row.next_frame += 1
         fault, self.fault = self.fault, None
-        return FakePending(FakeStepResult(codes_BK, is_end_B, audio_Bs), fault)
+        return FakePending(FakeStepResult(codes_BK, is_end_B, audio_Bs, has_sound_B), fault)
+
+    def sound(self, slots: Collection[int]) -> FakeSound:
+        """The oldest frames that each holds."""
+        self._note("sound", tuple(slots))
+        audio_BFs = np.full((self.num_slots, self.sound_group, self.samples_per_frame), np.nan, np.float32)
+        for slot in slots:
+            row = self._slots[slot]
+            assert row is not None, f"slot {slot} is empty"
+            for place, level in enumerate(row.held[: self.sound_group]):
+                audio_BFs[slot, place] = level
+            del row.held[: self.sound_group]
+        return FakeSound(audio_BFs)
 
     def extract(self, slot: int) -> FakePrefix:
         """A copy."""
         self._note("extract", slot)
         row = self._slots[slot]
         assert row is not None and row.columns is not None, f"slot {slot} is empty"
-        return replace(row, columns=list(row.columns), unread=list(row.unread))
+        return _copied(row, row.columns)
 
     def free(self, slot: int) -> None:
         """Empty it."""

@@ -18,7 +18,10 @@ from fishjax.text.prompt import Reference
 
 
 class StepResult(Protocol):
-    """One frame of each slot that ran: codes int32 (B, K), whether it is the end bool (B,), samples float32 (B, s)."""
+    """One frame of each slot that ran: codes int32 (B, K), whether it is the end bool (B,), and samples float32 (B, s).
+
+    `has_sound_B` bool (B,): whether the samples are here; where they are not, `Engine.sound` makes them.
+    """
 
     @property
     def codes_BK(self) -> np.ndarray: ...
@@ -26,6 +29,8 @@ class StepResult(Protocol):
     def is_end_B(self) -> np.ndarray: ...
     @property
     def audio_Bs(self) -> np.ndarray: ...
+    @property
+    def has_sound_B(self) -> np.ndarray: ...
 
 
 class PendingStep(Protocol):
@@ -33,6 +38,14 @@ class PendingStep(Protocol):
 
     def result(self) -> StepResult:
         """Block until it is made."""
+        ...
+
+
+class PendingSound(Protocol):
+    """Sound on its way."""
+
+    def result(self) -> np.ndarray:
+        """Block until it is made: float32 (slots, frames, samples)."""
         ...
 
 
@@ -55,7 +68,7 @@ class Voices(Protocol):
 
 
 class Engine(Protocol):
-    """Fixed slots and six verbs; see `fishjax.engine.engine.Engine`."""
+    """Fixed slots and seven verbs; see `fishjax.engine.engine.Engine`."""
 
     num_slots: int
     max_len: int
@@ -63,6 +76,7 @@ class Engine(Protocol):
     sample_rate_hz: int
     samples_per_frame: int
     model_name: str
+    sound_group: int  # frames of a slot that `sound` makes at a time; it has room for twice as many
 
     @property
     def voices(self) -> Voices: ...
@@ -79,6 +93,7 @@ class Engine(Protocol):
     def insert(self, prefix: Any, slot: int) -> None: ...
     def read(self, slot: int) -> None: ...
     def step(self, run: Collection[int]) -> PendingStep: ...
+    def sound(self, slots: Collection[int]) -> PendingSound: ...
     def extract(self, slot: int) -> Prefix: ...
     def free(self, slot: int) -> None: ...
 

@@ -22,6 +22,7 @@ from typing import Any, Generic, TypeVar
 from fishjax.errors import DeadlineExceeded, Draining, EngineFailed, FishjaxError, NotReady
 
 from .contract import Engine, PendingStep, Utterance
+from .groups import FrameGroups, Waiting
 from .metrics import Metrics
 from .plan import Outcome, Placement, Plan, Priority
 from .request import Event, Failed, Finished, Frame, Started
@@ -50,11 +51,17 @@ class _StoppedEarly(Exception):
 class _Request(Generic[MailboxT]):
     utterance: Utterance
     mailbox: MailboxT
+    waiting: Waiting[MailboxT]
     frames_taken: int = 0
     prefix: Any = None  # its next prompt, until that is in its slot
     refusal: FishjaxError | None = None  # why there is none
     saved: Any = None  # what its slot held, while it waits for another
     num_saves: int = 0
+
+    @property
+    def num_heard(self) -> int:
+        """Frames whose sound is made."""
+        return self.utterance.num_frames - len(self.waiting.frames)
 
 
 class SynthesisLoop(Generic[MailboxT]):
@@ -79,6 +86,7 @@ class SynthesisLoop(Generic[MailboxT]):
         self._on_state = on_state
         self.max_unread_frames = max_unread_frames
         self._metrics = metrics
+        self._groups = FrameGroups[MailboxT](engine)
         self._settled_s: float | None = None  # when the step before was read, if one was
         self._clock = clock
         self._changed = threading.Condition()  # guards everything below
@@ -114,7 +122,7 @@ class SynthesisLoop(Generic[MailboxT]):
                 self._refuse_unless_serving()
             if not self._scheduler.make_ready(request_id):
                 raise DeadlineExceeded("the deadline passed before the request was ready for a slot")
-            self._requests[request_id] = _Request(utterance, mailbox)
+            self._requests[request_id] = _Request(utterance, mailbox, Waiting(request_id, mailbox))
             self._changed.notify()
 
     def extend(self, request_id: str, segments: Sequence[str], *, last: bool) -> None:
@@ -198,12 +206,17 @@ class SynthesisLoop(Generic[MailboxT]):
     def _serve(self) -> None:
         previous: tuple[Plan, PendingStep] | None = None
         while (plan := self._next_plan(wait=previous is None)) is not None:
+            if plan.save and previous is not None:
+                # Whoever is saved then has no frame of which it is not known whether a segment ended with it.
+                self._settle(*previous)
+                previous = None
             pending = self._dispatch(plan)
             if previous is not None:
                 self._settle(*previous)
             previous = (plan, pending) if pending is not None else None
             if previous is None:
                 self._settled_s = None
+                self._hand_out(self._groups.arrived()[0])
             # Last, while the device makes the step: nobody's finished frame waits for it.
             self._read_texts()
             self._do_one_piece_of_work()
@@ -272,16 +285,19 @@ class SynthesisLoop(Generic[MailboxT]):
         return {
             request_id
             for request_id, request in self._requests.items()
-            if request.utterance.num_frames - request.frames_taken >= self.max_unread_frames
+            if request.num_heard - request.frames_taken >= self.max_unread_frames
         }
 
     def _dispatch(self, plan: Plan) -> PendingStep | None:
         for request_id in plan.expired:
             self._end(request_id, DeadlineExceeded("the deadline passed before the speech was done"))
-        for placement, request in self._current(plan.save):
-            request.saved = self._engine.extract(placement.slot)
-            request.num_saves += 1
-            self._metrics.preemptions.inc()
+        for placement in plan.save:
+            with self._changed:
+                request = self._requests.get(placement.request_id)
+            if request is not None:
+                request.saved = self._engine.extract(placement.slot)
+                request.num_saves += 1
+                self._metrics.preemptions.inc()
         for slot in plan.free:
             self._engine.free(slot)
         for placement, request in self._current(plan.start):
@@ -330,25 +346,32 @@ class SynthesisLoop(Generic[MailboxT]):
     def _settle(self, plan: Plan, pending: PendingStep) -> None:
         """Wait for a step's frames and give each to its request."""
         result = pending.result()
-        is_end = result.is_end_B.tolist()
+        is_end, has_sound = result.is_end_B.tolist(), result.has_sound_B.tolist()
+        deliveries, num_frames = self._groups.arrived()
         outcomes: dict[str, Outcome] = {}
-        deliveries: list[tuple[MailboxT, Event]] = []
         for placement, request in self._current(plan.run):
-            slot, utterance = placement.slot, request.utterance
+            request_id, slot, utterance = placement.request_id, placement.slot, request.utterance
             index = utterance.num_frames
             try:
                 accepted = utterance.accept(result.codes_BK[slot], is_end[slot])
             except Exception as error:
-                self._end_by_its_own_fault(placement.request_id, error)
+                self._end_by_its_own_fault(request_id, error)
                 continue
-            if accepted.keep:
+            if accepted.keep and has_sound[slot]:
                 # A copy: a row would keep the whole step alive while it waits for its reader.
                 deliveries.append((request.mailbox, Frame(index, result.audio_Bs[slot].copy())))
+                num_frames[request_id] += 1
+            elif accepted.keep:
+                request.waiting.frames.append(index)
+            if accepted.segment_done:
+                rest = self._groups.rest(slot, request.waiting)
+                deliveries += rest
+                num_frames[request_id] += len(rest)
             over = accepted.finish_reason is not None
             if over:
                 deliveries.append((request.mailbox, _finished(request)))
-            outcomes[placement.request_id] = Outcome(
-                sound=accepted.keep, segment_over=accepted.segment_done, waits=utterance.waits, request_over=over
+            outcomes[request_id] = Outcome(
+                num_frames[request_id], segment_over=accepted.segment_done, waits=utterance.waits, request_over=over
             )
         now_s = self._clock()
         with self._changed:
@@ -356,15 +379,21 @@ class SynthesisLoop(Generic[MailboxT]):
             for request_id, outcome in outcomes.items():
                 if outcome.request_over:
                     self._requests.pop(request_id, None)
+            speaking = [(placement.slot, request.waiting) for placement, request in self._current(plan.run)]
+            self._groups.ask(speaking, lambda request_id: self._scheduler.has_little(request_id, now_s))
+        self._hand_out(deliveries)
+        self._count(now_s, underruns)
+
+    def _hand_out(self, deliveries: Sequence[tuple[MailboxT, Event]]) -> None:
         if deliveries:
             self._deliver(deliveries)
-        self._count(now_s, sum(outcome.sound for outcome in outcomes.values()), underruns)
+        num_frames = sum(isinstance(event, Frame) for _, event in deliveries)
+        self._metrics.sound.inc(num_frames * self._engine.samples_per_frame / self._engine.sample_rate_hz)
 
-    def _count(self, now_s: float, num_frames: int, underruns: Sequence[Priority]) -> None:
+    def _count(self, now_s: float, underruns: Sequence[Priority]) -> None:
         if self._settled_s is not None:
             self._metrics.step.observe(now_s - self._settled_s)
         self._settled_s = now_s
-        self._metrics.sound.inc(num_frames * self._engine.samples_per_frame / self._engine.sample_rate_hz)
         for priority in underruns:
             self._metrics.underruns.labels(priority.name).inc()
 

@@ -48,12 +48,12 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a frame was for its request: sound or not, and the last of its segment or of the request or neither.
+    """What a step was for a request: frames whose sound came with it; the end of its segment or of itself or neither.
 
     `waits`: the next segment's text is not here yet.
     """
 
-    sound: bool = True
+    num_frames: int = 1
     segment_over: bool = False
     waits: bool = False
     request_over: bool = False

@@ -216,6 +216,10 @@ class Scheduler:
             self._applied_s = None
         return plan
 
+    def has_little(self, request_id: str, now_s: float) -> bool:
+        """Whether a request's listener is about to run dry."""
+        return self._requests[request_id].dry_s - now_s < _LITTLE_S
+
     def is_current(self, placement: Placement) -> bool:
         """Whether the request is still here and has had no new prompt since."""
         request = self._requests.get(placement.request_id)
@@ -237,11 +241,11 @@ class Scheduler:
             if outcome is None or not self.is_current(placement):
                 continue
             request = self._requests[placement.request_id]
-            if outcome.sound:
+            if outcome.num_frames:
                 begun = math.isfinite(request.dry_s)
                 if begun and request.dry_s < now_s:
                     underruns.append(request.priority)
-                request.dry_s = (max(request.dry_s, now_s) if begun else now_s) + self._frame_s
+                request.dry_s = (max(request.dry_s, now_s) if begun else now_s) + outcome.num_frames * self._frame_s
             if outcome.request_over:
                 if request.started_s is not None and not request.was_saved:
                     self._hold_s += _SMOOTHING * (now_s - request.started_s - self._hold_s)
@@ -271,7 +275,7 @@ class Scheduler:
 
         def rank(name: str) -> tuple[bool, float, int]:
             request = requests[name]
-            hurry_s = request.dry_s if request.dry_s - now_s < _LITTLE_S else math.inf
+            hurry_s = request.dry_s if self.has_little(name, now_s) else math.inf
             head_start = _HEAD_START if request.priority is Priority.REALTIME else 0
             return request.priority is Priority.BATCH, hurry_s, request.waits_since - head_start
 

@@ -1,7 +1,7 @@
 """The engine: weights and slots on the device, driven by six verbs. NumPy in, NumPy out.
 
     prefill(columns) -> Prefix -> insert(prefix, slot) -> read(slot) ... -> step(run) -> frames ... -> free(slot)
-                                                 ^------- Prefix <- extract(slot)
+                                  ^------- Prefix <- extract(slot)             '-> sound(slots), where grouped
 
 A prompt is read straight into its slot, a chunk at a time, between the steps of the others. One step is two device
 programs: `decode_step` (codes) and `codec_step` (sound). `step` only dispatches; its result is read through
@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from functools import partial
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from fishjax.codec import Codec
@@ -38,6 +39,16 @@ from fishjax.weights.quantize import quantize_head
 
 CHUNK_COLUMNS = 256
 """Of a prompt, read at a time: the longest that a step waits for somebody else's prompt."""
+SINGLE_FRAMES = 4
+"""At the beginning of a segment, whose sound is made at once, each by itself."""
+GROUP_FRAMES, GROUP_MAX_SLOTS = 4, 16
+
+
+def sound_group_for(num_slots: int) -> int:
+    """How many frames of sound a call suit a server: several on a GPU with few slots, where a call costs more than
+    what it computes. Where it is the frames that cost, single calls for newcomers would come on top.
+    """
+    return GROUP_FRAMES if jax.default_backend() == "gpu" and num_slots <= GROUP_MAX_SLOTS else 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,21 +56,23 @@ class StepResult:
     """One step, on the host. Rows of slots that did not run are meaningless.
 
     `codes_BK` int32 (slots, codebooks); `is_end_B` bool: the model ended its segment and the row is not sound;
-    `audio_Bs` float32 (slots, samples_per_frame) in -1..1.
+    `audio_Bs` float32 (slots, samples_per_frame) in -1..1, where `has_sound_B`: elsewhere `Engine.sound` makes it.
     """
 
     codes_BK: np.ndarray
     is_end_B: np.ndarray
     audio_Bs: np.ndarray
+    has_sound_B: np.ndarray
 
 
 class PendingStep:
     """A step that the device is making; `result()` waits for it."""
 
-    def __init__(self, output: StepOutput, audio_Bs: jax.Array):
-        self._output, self._audio_Bs = output, audio_Bs
+    def __init__(self, output: StepOutput, audio_Bs: jax.Array | np.ndarray, has_sound_B: np.ndarray):
+        self._output, self._audio_Bs, self._has_sound_B = output, audio_Bs, has_sound_B
         for array in (output.codes_BK, output.is_end_B, audio_Bs):
-            array.copy_to_host_async()
+            if isinstance(array, jax.Array):
+                array.copy_to_host_async()
 
     def result(self) -> StepResult:
         """Block until the frames are on the host."""
@@ -67,7 +80,21 @@ class PendingStep:
             codes_BK=np.asarray(self._output.codes_BK),
             is_end_B=np.asarray(self._output.is_end_B),
             audio_Bs=np.asarray(self._audio_Bs),
+            has_sound_B=self._has_sound_B,
         )
+
+
+class PendingSound:
+    """Sound of several frames a slot that the device is making."""
+
+    def __init__(self, audio_BT: jax.Array, group: int):
+        self._audio_BT, self._group = audio_BT, group
+        audio_BT.copy_to_host_async()
+
+    def result(self) -> np.ndarray:
+        """Block until it is on the host: float32 (slots, frames, samples_per_frame)."""
+        audio_BT = np.asarray(self._audio_BT)
+        return audio_BT.reshape(audio_BT.shape[0], self._group, -1)
 
 
 class Engine:
@@ -75,8 +102,10 @@ class Engine:
 
     `precision` says how the head and the cache are kept (the weights come as they are); `max_reference_s` is the
     longest reference clip in seconds; at most `chunk_columns` of a prompt are read between two steps; snapshots of
-    voices may take `voice_bytes`. `memory` is what all of it takes, `voices` what is known of snapshots. Not
-    thread-safe: one loop owns it. Raises InvalidRequest for sizes that cannot be, or that the device has no room for.
+    voices may take `voice_bytes`. With `sound_group` above 1, sound of a segment's frames after its first ones is not
+    made by `step` but by `sound`, so many frames at a time. `memory` is what all of it takes, `voices` what is known
+    of snapshots. Not thread-safe: one loop owns it. Raises InvalidRequest for sizes that cannot be, or that the device
+    has no room for.
     """
 
     def __init__(
@@ -91,6 +120,7 @@ class Engine:
         max_reference_s: float = 30.0,
         chunk_columns: int = CHUNK_COLUMNS,
         voice_bytes: int = 0,
+        sound_group: int = 1,
         model_name: str = "fishjax",
     ):
         config = model.config
@@ -102,7 +132,7 @@ class Engine:
             )
         self.config, self.codec_config = config, codec.config
         self.num_slots, self.max_len, self.model_name = num_slots, max_len, model_name
-        self.num_codebooks = config.num_codebooks
+        self.num_codebooks, self.sound_group = config.num_codebooks, sound_group
         self.sample_rate_hz = codec.config.sample_rate_hz
         self.samples_per_frame = codec.config.samples_per_frame
         self.frame_rate_hz = codec.config.frame_rate_hz
@@ -121,8 +151,10 @@ class Engine:
         }
         self._prefill = steps.bind(model, steps.prefill_step, donate=(0,))
         self._sound = steps.bind(codec, steps.codec_step, donate=(0,))
+        self._group_sound = steps.bind(codec, steps.group_step, donate=(0, 1))
+        self._hold = jax.jit(steps.hold_codes, donate_argnums=(0,))
         self._encode = steps.bind(codec, steps.encode_step)
-        self._insert = jax.jit(steps.insert_slot, donate_argnums=(0, 1))
+        self._insert = jax.jit(steps.insert_slot, donate_argnums=(0,))
         self._extract = jax.jit(steps.extract_slot)
         block_columns = min(BLOCK_COLUMNS, max_len)
         self._take_block = jax.jit(partial(steps.take_block, columns=block_columns))
@@ -130,11 +162,13 @@ class Engine:
 
         self._state = new_state(config, num_slots, max_len, kv_dtype)
         self._codec_state = init_stream(codec, num_slots, max_len)
+        self._held_BKW = jnp.zeros((num_slots, self.num_codebooks, 2 * sound_group), jnp.int32)
         block_bytes = memory.described(lambda: init_cache(config, 1, block_columns, kv_dtype))
         self.voices = Snapshots(voice_bytes, block_bytes, block_columns)
         self._widths = widths(max_len, chunk_columns)
         self._unread: list[deque[Chunk]] = [deque() for _ in range(num_slots)]
-        self._reset_B = np.zeros(num_slots, bool)
+        self._no_sound_Bs = np.zeros((num_slots, self.samples_per_frame), np.float32)
+        self._num_made_B, self._num_held_B = np.zeros(num_slots, np.int32), np.zeros(num_slots, np.int32)
         self._cancel_B = np.zeros(num_slots, bool)
         self._top_k_B = np.ones(num_slots, np.int32)
 
@@ -150,8 +184,13 @@ class Engine:
         self._put_voice((self._take_block(self._state.cache, np.int32(0), np.int32(0)),), 0)
         for top_k, ordering in ((1, "short"), (TOP_K_CAP + 1, "whole")):
             say(f"decode step, {ordering} ordering of candidates")
-            self.insert(dataclasses.replace(self.extract(0), top_k=top_k), 0)
+            self.insert(dataclasses.replace(self.extract(0), top_k=top_k, num_made=0), 0)
             self.step([0]).result()
+        if self.sound_group > 1:
+            say(f"sound of {self.sound_group} frames")
+            self.insert(dataclasses.replace(self.extract(0), num_made=SINGLE_FRAMES), 0)
+            self.step([0]).result()
+            self.sound([0]).result()
         self.free(0)
         self.step([]).result()
         say("reference encoder")
@@ -194,11 +233,11 @@ class Engine:
     def insert(self, prefix: Prefix, slot: int) -> None:
         """Put a request into a slot; once its prompt is read, its next step makes its next frame."""
         self._unread[slot] = deque(prefix.unread)
-        self._reset_B[slot] = prefix.silent
+        self._num_made_B[slot], self._num_held_B[slot] = prefix.num_made, prefix.num_held
         self._cancel_B[slot] = False
         self._top_k_B[slot] = prefix.top_k
         if prefix.saved is not None:
-            self._state, self._codec_state = self._insert(self._state, self._codec_state, prefix.saved, np.int32(slot))
+            self._state, self._codec_state, self._held_BKW = self._insert(self._rows, prefix.saved, np.int32(slot))
         self._put_voice(prefix.voice, slot)
 
     def read(self, slot: int) -> None:
@@ -218,19 +257,44 @@ class Engine:
         run_B = np.zeros(self.num_slots, bool)
         run_B[list(run)] = True
         # NumPy arrays that nobody writes to again: jit takes them ten times faster than jnp.array makes device arrays.
-        inputs = StepInputs(run_B, self._reset_B.copy(), self._cancel_B.copy())
+        inputs = StepInputs(run_B, self._num_made_B == 0, self._cancel_B.copy())
         # One large top_k orders all candidates of the whole batch; a slot that is free or paused does not ask for it.
         short = not np.any(self._top_k_B[run_B] > TOP_K_CAP)
         self._state, output = self._decode[short](self._state, inputs)
-        self._codec_state, audio_Bs = self._sound(self._codec_state, output, inputs)
-        self._reset_B &= ~run_B
+        alone_B = run_B & (self._num_made_B < (SINGLE_FRAMES if self.sound_group > 1 else np.inf))
+        audio_Bs = self._no_sound_Bs
+        if alone_B.any():
+            inputs = dataclasses.replace(inputs, run_B=alone_B)
+            self._codec_state, audio_Bs = self._sound(self._codec_state, output, inputs)
+        if (held_B := run_B & ~alone_B).any():
+            place_B = np.where(held_B, self._num_held_B, 2 * self.sound_group)
+            self._held_BKW = self._hold(self._held_BKW, output.codes_BK, place_B)
+        self._num_made_B += run_B
+        self._num_held_B += held_B
         self._cancel_B[:] = False
-        return PendingStep(output, audio_Bs)
+        return PendingStep(output, audio_Bs, alone_B)
+
+    def sound(self, slots: Collection[int]) -> PendingSound:
+        """Make sound of the oldest `sound_group` frames of each slot whose sound is not made yet; returns at once.
+
+        Where a segment is over there may be fewer: what comes after them means nothing. A slot has room for twice as
+        many; which frames are made together depends on their number in the segment alone, whenever it is done.
+        """
+        run_B = np.zeros(self.num_slots, bool)
+        run_B[list(slots)] = True
+        self._codec_state, self._held_BKW, audio_BT = self._group_sound(self._codec_state, self._held_BKW, run_B)
+        self._num_held_B -= self.sound_group * run_B.astype(np.int32)
+        return PendingSound(audio_BT, self.sound_group)
 
     def extract(self, slot: int) -> Prefix:
         """Take a copy of everything that the request in `slot` needs to go on elsewhere to the same codes."""
-        saved = self._extract(self._state, self._codec_state, np.int32(slot))
-        return Prefix(tuple(self._unread[slot]), int(self._top_k_B[slot]), bool(self._reset_B[slot]), saved)
+        return Prefix(
+            tuple(self._unread[slot]),
+            int(self._top_k_B[slot]),
+            int(self._num_made_B[slot]),
+            int(self._num_held_B[slot]),
+            self._extract(self._rows, np.int32(slot)),
+        )
 
     def free(self, slot: int) -> None:
         """Empty a slot (carried out by the next step)."""
@@ -247,6 +311,10 @@ class Engine:
         padded_BT[0, : audio_T.size] = audio_T
         num_frames = -(-audio_T.size // self.samples_per_frame)
         return np.asarray(self._encode(padded_BT))[0, :, :num_frames]
+
+    @property
+    def _rows(self) -> steps.Rows:
+        return self._state, self._codec_state, self._held_BKW
 
     def _put_voice(self, blocks: tuple[KVCache, ...], slot: int) -> None:
         cache = self._state.cache

@@ -2,7 +2,7 @@
 
 prefill_step: columns of a prompt -> keys and values of one slot (take_block, put_block: copies of some of them)
 decode_step: column -> slow step -> semantic candidate -> fast loop -> codes -> next column
-codec_step:  codes -> sound, each slot's stream state carried
+codec_step:  codes -> sound, each slot's stream state carried; or hold_codes each step, group_step for several at once
 """
 
 from __future__ import annotations
@@ -22,6 +22,9 @@ from fishjax.engine import sampling
 from fishjax.engine.state import DecodeState, SlotState, StepInputs, StepOutput
 from fishjax.model.cache import KVCache
 from fishjax.model.dual_ar import DualAR
+
+Rows = tuple[DecodeState, CodecStreamState, jax.Array]
+"""All that the device holds of slots: state, streams, and codes whose sound is not made yet, (B, K, W) int32."""
 
 
 def bind(
@@ -99,6 +102,25 @@ def codec_step(
     return state, audio_Bs.astype(jnp.float32)
 
 
+def hold_codes(held_BKW: jax.Array, codes_BK: jax.Array, place_B: jax.Array) -> jax.Array:
+    """Keep each slot's frame at its place among those that have no sound yet; past the last place it is dropped."""
+    slots_B = jnp.arange(codes_BK.shape[0])
+    return held_BKW.at[slots_B, :, place_B].set(codes_BK, mode="drop", unique_indices=True)
+
+
+def group_step(
+    codec: Codec, state: CodecStreamState, held_BKW: jax.Array, run_B: jax.Array
+) -> tuple[CodecStreamState, jax.Array, jax.Array]:
+    """Sound of the older half of what is held for each slot in `run_B`: (state, held_BKW, audio (B, samples) float32).
+
+    The newer half becomes the older one.
+    """
+    group = held_BKW.shape[2] // 2
+    state, audio_BT = stream_decode(codec, state, held_BKW[:, :, :group], run_B, jnp.zeros_like(run_B))
+    moved_BKW = jnp.concatenate([held_BKW[:, :, group:]] * 2, axis=2)
+    return state, jnp.where(run_B[:, None, None], moved_BKW, held_BKW), audio_BT.astype(jnp.float32)
+
+
 def prefill_step(
     model: DualAR, state: DecodeState, columns_1KT: jax.Array, start: jax.Array, row: SlotState, slot: jax.Array
 ) -> DecodeState:
@@ -117,18 +139,14 @@ def encode_step(codec: Codec, audio_BT: jax.Array) -> jax.Array:
     return codec.encode(audio_BT)[0]
 
 
-def insert_slot(
-    state: DecodeState, codec_state: CodecStreamState, saved: tuple[DecodeState, CodecStreamState], slot: jax.Array
-) -> tuple[DecodeState, CodecStreamState]:
+def insert_slot(whole: Rows, saved: Rows, slot: jax.Array) -> Rows:
     """Overwrite one slot with what was taken out of another."""
-    return jax.tree.map(partial(_put, slot=slot), (state, codec_state), saved)
+    return jax.tree.map(partial(_put, slot=slot), whole, saved)
 
 
-def extract_slot(
-    state: DecodeState, codec_state: CodecStreamState, slot: jax.Array
-) -> tuple[DecodeState, CodecStreamState]:
+def extract_slot(whole: Rows, slot: jax.Array) -> Rows:
     """Copies of one slot's rows."""
-    return jax.tree.map(partial(_take, slot=slot), (state, codec_state))
+    return jax.tree.map(partial(_take, slot=slot), whole)
 
 
 def take_block(cache: KVCache, slot: jax.Array, start: jax.Array, *, columns: int) -> KVCache:

@@ -15,7 +15,7 @@ from fishjax.bench import frozen, header, report
 from fishjax.bench.pool import Task
 from fishjax.bench.step import cases, check, floor, parts, run, tables, weights
 from fishjax.bench.step.cases import StepCase
-from fishjax.bench.step.rig import EngineRun, PeerRun, Rig, steady_ms
+from fishjax.bench.step.rig import EngineRun, GroupRun, PeerRun, Rig, chunk_ms, steady_ms
 from fishjax.engine.memory import num_bytes
 from fishjax.errors import InvalidRequest
 from pallas_kernels import BlockScaled, MxScaled, ScaledKV
@@ -164,6 +164,7 @@ def measured(task):
         return {"ms_p50": 6.0, "ms_p99": 6.5, "ms_mean": 6.0, "steps": 256}
     slots = task.case.slots
     times = {"ms_p50": 2.5, "ms_p99": 3.0, "ms_mean": 2.56, "steps": 256, "decode_ms": 2.0, "codec_ms": 0.4}
+    times |= {"grouped_ms_mean": 2.2, "codec_group_ms": 0.8, "prefill_ms": 3.5}
     memory = {"device_bytes": 1050, "peak_bytes": 1200, "predicted_bytes": 1000}
     return {**times, **memory, "compiles": 0, "floor_ms": 1.0 + slots / 64, "setup_s": {}}
 
@@ -259,6 +260,29 @@ def test_a_trace_is_a_table_that_adds_up(results, tmp_path):
     }
     text = tables.trace_tables(document([*results, (Task(case, "parts", "step"), trace)], tmp_path))
     assert "| sum | 3.000 | 100% |" in text and "`fusion_1` | 3" in text
+
+
+def test_groups_of_frames_sound_as_frames_one_by_one(plain):
+    rig, filled = plain
+    (decode, _), (sound, _), (group, _) = rig.decode(), rig.sound(), rig.group()
+    alone = EngineRun(rig, filled.decode(decode), filled.sound(sound))
+    grouped = EngineRun(rig, filled.decode(decode), group=filled.sound(group))
+    for run_ in (alone, grouped):
+        run_.set_back()
+    singles, together = [], []
+    for step in range(8):
+        mine, theirs = alone.step().result(), grouped.step().result()
+        np.testing.assert_array_equal(mine.codes_BK, theirs.codes_BK)
+        singles.append(mine.audio_Bs)
+        assert theirs.has_sound_B.all() == (step % 4 == 3)
+        together += [theirs.audio_Bs] if step % 4 == 3 else []
+    np.testing.assert_allclose(np.concatenate(together, axis=1), np.concatenate(singles, axis=1), atol=2e-4)
+
+
+def test_a_chunk_is_timed_and_the_codec_s_call_for_several(plain):
+    rig, filled = plain
+    assert chunk_ms(rig, filled.prefill(rig.prefill()[0]), 2) > 0
+    assert (steady_ms(GroupRun(rig, filled.sound(rig.group()[0])), 3) > 0).all()
 
 
 @pytest.mark.slow

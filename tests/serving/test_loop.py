@@ -200,6 +200,128 @@ def test_batch_that_gives_way_while_its_prompt_is_read_goes_on_with_the_rest(mak
     assert trace.count("read") == 5 + 1 + 1  # each chunk once: five, the urgent one's, the second segment's
 
 
+def grouping(**options):
+    """An engine that makes sound of all but a segment's first frame four frames at a time."""
+    return FakeEngine(sound_group=4, **options)
+
+
+def calls(harness, slot=0):
+    """Frames of a slot's steps and calls for its sound, in order."""
+    return [e[0] for e in harness.engine.trace if e[0] in ("step", "sound") and slot in e[1]]
+
+
+@pytest.mark.parametrize("num_frames", [1, 2, 4, 5, 8, 9, 11])
+def test_grouped_sound_is_whole_wherever_a_stream_ends(make, num_frames):
+    harness = make(grouping()).start()
+    check_speech(listen(harness.ask("a", "w " * num_frames, seed=3)), 3, num_frames)
+    sounds = calls(harness).count("sound")
+    assert sounds == -(-(num_frames - 1) // 4)
+
+
+def test_the_first_frame_is_heard_at_once_and_the_others_in_groups(make):
+    harness = make(grouping(num_slots=1)).start()
+    harness.engine.gate.close()
+    mailbox = harness.ask("a", "w " * 20, seed=1)
+    assert isinstance(mailbox.get(timeout=PATIENCE_S), Started)
+    harness.engine.gate.allow(2)  # results are read one step late
+    assert mailbox.get(timeout=PATIENCE_S).index == 0
+    harness.engine.gate.allow(4)
+    with pytest.raises(queue.Empty):
+        mailbox.get(timeout=0.05)
+    harness.engine.gate.allow(1)
+    assert [mailbox.get(timeout=PATIENCE_S).index for _ in range(4)] == [1, 2, 3, 4]
+    harness.engine.gate.open()
+    listen(mailbox)
+
+
+def test_one_call_serves_all_who_speak(make):
+    """Three streams begun one after the other: each group waits for the others' at most three steps."""
+    harness = make(grouping(num_slots=3)).start()
+    mailboxes = [harness.ask(f"r{i}", "w " * 41, seed=i) for i in range(3)]
+    for i, mailbox in enumerate(mailboxes):
+        check_speech(listen(mailbox), i, 41)
+    together = [entry[1] for entry in harness.engine.trace if entry[0] == "sound"]
+    assert sum(map(len, together)) == 30  # ten groups each
+    assert len(together) <= 14
+
+
+def test_a_listener_about_to_run_dry_does_not_wait_for_others(make):
+    """One stream has a whole group, its neighbour none: the call is made at once when there is little sound ahead."""
+    harness = make(grouping(num_slots=2)).start()
+    harness.now_s = 0.0
+    harness.engine.gate.close()
+    first = harness.ask("a", "w " * 30, seed=1)
+    assert isinstance(first.get(timeout=PATIENCE_S), Started)
+    harness.engine.gate.allow(2)
+    assert first.get(timeout=PATIENCE_S).index == 0
+    second = harness.ask("b", "w " * 30, seed=2)
+    harness.engine.gate.allow(1)
+    assert isinstance(second.get(timeout=PATIENCE_S), Started)
+    harness.now_s = 1.0  # the one frame is long over
+    harness.engine.gate.open()
+    check_speech([Started(0.0), *listen(second)], 2, 30)
+    sounds = [entry[1] for entry in harness.engine.trace if entry[0] == "sound"]
+    assert sounds[0] == (0,)
+
+
+@pytest.mark.parametrize("after", [0, 1, 3, 6])
+def test_a_caller_that_goes_away_in_the_middle_of_a_group_harms_nobody(make, after):
+    harness = make(grouping()).start()
+    harness.engine.gate.close()
+    gone, stays = harness.ask("gone", "w " * 50, seed=1), harness.ask("stays", "w " * 30, seed=2)
+    assert isinstance(gone.get(timeout=PATIENCE_S), Started)
+    harness.engine.gate.allow(after + 1)
+    harness.loop.cancel("gone")
+    other = harness.ask("other", "w " * 7, seed=3)
+    harness.engine.gate.open()
+    check_speech(listen(other), 3, 7)
+    check_speech(listen(stays), 2, 30)
+    assert harness.loop.load() == (0, 0)
+
+
+def test_segments_and_limits_with_grouped_sound(make):
+    harness = make(grouping()).start()
+    parts = harness.ask("parts", "a b c. d e f g h i. j.", seed=1)
+    limited = harness.ask("limited", "w " * 30, seed=2, max_frames=7)
+    check_speech(listen(parts), 1, 10)
+    check_speech(listen(limited), 2, 7, "length")
+
+
+def test_live_text_that_pauses_leaves_no_frame_unheard(make):
+    harness = make(grouping(num_slots=1)).start()
+    mailbox = harness.ask("a", None, seed=3, live=["a b c d e f g."])
+    events = [mailbox.get(timeout=PATIENCE_S) for _ in range(8)]
+    harness.loop.extend("a", ["x y."], last=True)
+    check_speech(events + listen(mailbox), 3, 9)
+
+
+@pytest.mark.parametrize("steps_first", [1, 2, 5, 7])
+def test_batch_gives_way_in_the_middle_of_a_group_and_loses_no_frame(make, steps_first):
+    harness = make(grouping(num_slots=1)).start()
+    harness.engine.gate.close()
+    batch = harness.ask("batch", "a b c d e f. g h i j k l.", seed=1, priority=Priority.BATCH)
+    assert isinstance(batch.get(timeout=PATIENCE_S), Started)
+    harness.engine.gate.allow(steps_first)
+    while len(harness.engine.runs) < steps_first:
+        pass
+    urgent = harness.ask("urgent", "x y", seed=2)
+    harness.engine.gate.open()
+    check_speech(listen(urgent), 2, 2)
+    check_speech([Started(0.0), *listen(batch)], 1, 12, num_saves=1)
+
+
+def test_a_slot_pauses_in_the_middle_of_a_group_and_goes_on(make):
+    """Frames without sound are not unread: a reader who takes all there is does not wait for ever."""
+    harness = make(grouping(), max_unread_frames=2).start()
+    lazy = harness.ask("lazy", "w " * 30, seed=1)
+    events = [lazy.get(timeout=PATIENCE_S) for _ in range(2)]
+    check_speech(listen(harness.ask("busy", "w", seed=2)), 2, 1)
+    while not isinstance(events[-1], Finished):
+        harness.loop.taken("lazy", 1)
+        events.append(lazy.get(timeout=PATIENCE_S))
+    check_speech(events, 1, 30)
+
+
 def test_segment_change_beside_a_running_neighbour(make):
     harness = make().start()
     long = harness.ask("long", "w " * 40, seed=1)

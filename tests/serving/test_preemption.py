@@ -8,6 +8,7 @@ import pytest
 
 from fishjax.engine.sampling_params import SamplingParams
 from fishjax.rpc.v1 import tts_pb2
+from fishjax.speech import load
 from serving.loop import LoopState, SynthesisLoop
 from serving.metrics import Metrics
 from serving.plan import Priority
@@ -93,6 +94,14 @@ def harness(minnow):
     harness.loop.stop()
 
 
+@pytest.fixture(scope="module")
+def grouped():
+    """Minnow again, its sound made four frames at a time."""
+    harness = Harness(load(num_slots=2, max_len=256, sound_group=4, warm=False))
+    yield harness
+    harness.loop.stop()
+
+
 def check_same(one, other):
     np.testing.assert_array_equal(one[0], other[0])
     np.testing.assert_array_equal(one[1], other[1])
@@ -131,6 +140,25 @@ def test_batch_is_spoken_in_many_pieces_in_any_slot(harness):
     codes, audio, saves = listen(*batch, heard)
     check_same((codes, audio), undisturbed)
     assert saves >= 4
+
+
+def test_with_grouped_sound_it_is_the_same_alone_beside_others_and_preempted(harness, grouped, compiles):
+    ungrouped = listen(*harness.ask("u", LONG, 5))
+    alone = listen(*grouped.ask("u", LONG, 5, Priority.BATCH))
+    np.testing.assert_array_equal(alone[0], ungrouped[0])
+    np.testing.assert_allclose(alone[1], ungrouped[1], atol=1e-5)
+    compiled = compiles.count
+    pair = [grouped.ask("b", LONG, 5, Priority.BATCH), grouped.ask("c", LONG, 5, Priority.BATCH)]
+    heard = [[], []]
+    for number in range(5):
+        for mine, (_, mailbox) in zip(heard, pair, strict=True):
+            mine += frames(mailbox, 3)
+        for request in [grouped.ask(f"s{number}{i}", SHORT, number, max_frames=2 + 4 * i) for i in range(2)]:
+            assert listen(*request)[2] == 0
+    again = [listen(*request, mine) for request, mine in zip(pair, heard, strict=True)]
+    for codes, audio, _ in again:
+        check_same((codes, audio), alone)
+    assert min(saves for *_, saves in again) >= 1 and compiles.count == compiled
 
 
 async def test_over_the_wire_the_samples_are_the_same_and_the_summary_tells(serve_minnow):

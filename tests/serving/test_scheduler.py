@@ -330,7 +330,7 @@ def test_next_segments_are_read_by_who_runs_dry_first():
     for frames, name in ((4, "a"), (1, "b"), (2, "c")):
         for _ in range(frames):
             scheduler.apply(plan, {name: SOUND}, 0.0)
-    scheduler.apply(plan, dict.fromkeys("abc", Outcome(sound=False, segment_over=True)), 0.0)
+    scheduler.apply(plan, dict.fromkeys("abc", Outcome(num_frames=0, segment_over=True)), 0.0)
     plans = [scheduler.plan(0.0) for _ in range(3)]
     assert sorted(ids(plans[0].resume)) == ["a", "b", "c"]
     assert [name for plan in plans for name in ids(plan.read)] == ["b", "c", "a"]

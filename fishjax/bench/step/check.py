@@ -14,7 +14,7 @@ PLAN_SLACK = 1.1
 ROW_FIELDS = (
     *("model", "slots", "policy", "precision", "kv", "codec", "sampler", "lengths", "ms_p50", "ms_p99", "ms_mean"),
     *("steps", "decode_ms", "codec_ms", "compiles", "frames_per_s", "audio_s_per_s", "device_bytes", "peak_bytes"),
-    *("predicted_bytes", "floor_ms", "gate", "peer_xla_bf16_ms"),
+    *("predicted_bytes", "floor_ms", "gate", "peer_xla_bf16_ms", "grouped_ms_mean", "codec_group_ms", "prefill_ms"),
 )
 
 

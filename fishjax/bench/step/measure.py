@@ -19,9 +19,9 @@ from ..measure_jax import hello
 from . import parts
 from .cases import StepCase as Case
 from .floor import floor_ms
-from .rig import EngineRun, Filled, PeerRun, Rig, SoundRun, steady_ms
+from .rig import EngineRun, Filled, GroupRun, PeerRun, Rig, SoundRun, chunk_ms, steady_ms
 
-NUM_STEPS, ALONE_STEPS = 256, 64
+NUM_STEPS, ALONE_STEPS, NUM_CHUNKS = 256, 64, 16
 
 __all__ = ["Case", "hello", "measure"]
 
@@ -43,8 +43,8 @@ _rig = functools.cache(Rig)
 
 
 @functools.cache
-def _programs(rig: Rig) -> tuple[Any, Any]:
-    return rig.decode(), rig.sound()
+def _programs(rig: Rig) -> tuple[Any, ...]:
+    return rig.decode(), rig.sound(), rig.group(), rig.prefill()
 
 
 @functools.cache
@@ -71,8 +71,8 @@ def measure(case: Case, part: str, options: dict[str, Any], lock: Lock) -> dict[
     rig = _rig(case)
     if part == "peer":
         return _measure_peer(rig, lock)
-    (decode, decode_args), (sound, sound_args) = _programs(rig)
-    lowered = [decode.func.lower(*decode.args, *decode_args), sound.func.lower(*sound.args, *sound_args)]
+    programs = _programs(rig) if part == "engine" else _programs(rig)[:2]
+    lowered = [bound.func.lower(*bound.args, *arguments) for bound, arguments in programs]
     variants = parts.lower(rig) if part == "parts" else []
     lower_s = time.perf_counter() - started
     with lock.shared():
@@ -84,8 +84,8 @@ def measure(case: Case, part: str, options: dict[str, Any], lock: Lock) -> dict[
         compile_s = time.perf_counter() - started
     with lock:
         if part == "parts":
-            return parts.measure(rig, filled, decode, sound, variants)
-        result = _measure_engine(rig, filled, decode, sound)
+            return parts.measure(rig, filled, programs[0][0], programs[1][0], variants)
+        result = _measure_engine(rig, filled, *(bound for bound, _ in programs))
     return {
         **result,
         "predicted_bytes": rig.memory.total - rig.memory.moving,
@@ -94,7 +94,7 @@ def measure(case: Case, part: str, options: dict[str, Any], lock: Lock) -> dict[
     }
 
 
-def _measure_engine(rig: Rig, filled: Filled, decode: Any, sound: Any) -> dict[str, Any]:
+def _measure_engine(rig: Rig, filled: Filled, decode: Any, sound: Any, group: Any, prefill: Any) -> dict[str, Any]:
     run = EngineRun(rig, filled.decode(decode), filled.sound(sound))
     compiles = _Compiles()
     steps_ms = steady_ms(run, NUM_STEPS, lambda: setattr(compiles, "count", 0))
@@ -102,11 +102,16 @@ def _measure_engine(rig: Rig, filled: Filled, decode: Any, sound: Any) -> dict[s
     memory = _device_memory()
     del run
     codec_ms = steady_ms(SoundRun(rig, filled.sound(sound)), ALONE_STEPS)
-    decode_ms = steady_ms(EngineRun(rig, filled.decode(decode), None), ALONE_STEPS)
+    decode_ms = steady_ms(EngineRun(rig, filled.decode(decode)), ALONE_STEPS)
+    grouped_ms = steady_ms(EngineRun(rig, filled.decode(decode), group=filled.sound(group)), ALONE_STEPS)
+    codec_group_ms = steady_ms(GroupRun(rig, filled.sound(group)), ALONE_STEPS)
     return {
         **_times(steps_ms),
         "codec_ms": float(np.median(codec_ms)),
         "decode_ms": float(np.median(decode_ms)),
+        "grouped_ms_mean": float(np.mean(grouped_ms)),
+        "codec_group_ms": float(np.median(codec_group_ms)),
+        "prefill_ms": chunk_ms(rig, filled.prefill(prefill), NUM_CHUNKS),
         "compiles": late,
         **memory,
     }

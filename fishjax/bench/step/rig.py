@@ -1,4 +1,4 @@
-"""The engine's two programs of one case, described, lowered, filled with random weights and driven as the loop does.
+"""The engine's programs of one case, described, lowered, filled with random weights and driven as the loop does.
 
 Until `fill` everything is shapes: a machine without a GPU can lower S2-Pro's step for one.
 """
@@ -18,9 +18,9 @@ from flax import nnx
 
 from fishjax.codec.stream import init_stream
 from fishjax.engine import memory, steps
-from fishjax.engine.engine import PendingStep
+from fishjax.engine.engine import CHUNK_COLUMNS, GROUP_FRAMES, PendingSound, PendingStep
 from fishjax.engine.sampling_params import SamplingParams
-from fishjax.engine.state import StepInputs, new_state
+from fishjax.engine.state import StepInputs, new_state, segment_start
 from fishjax.model.dual_ar import slice_head
 from fishjax.weights.load_codec import abstract_codec
 from fishjax.weights.prepare import prepared, prepared_weight
@@ -84,6 +84,24 @@ class Rig:
         )
         return bound, (self.codec_state, output, inputs)
 
+    def group(self) -> tuple[Program, tuple[Any, ...]]:
+        """The codec's call for several frames of every slot, and its arguments."""
+        bound = steps.bind(self.codec, steps.group_step, donate=(0, 1))
+        return bound, (self.codec_state, self.held_BKW, self.mask)
+
+    @property
+    def held_BKW(self) -> jax.ShapeDtypeStruct:
+        """Codes whose sound is not made yet."""
+        return jax.ShapeDtypeStruct((self.case.slots, self.case.configs[0].num_codebooks, 2 * GROUP_FRAMES), jnp.int32)
+
+    def prefill(self) -> tuple[Program, tuple[Any, ...]]:
+        """The reading of the longest chunk into the last slot, and its arguments: NumPy but for the state."""
+        bound = steps.bind(self.model, steps.prefill_step, donate=(0,))
+        columns_1KT = np.zeros((1, self.case.configs[0].num_codebooks + 1, CHUNK_COLUMNS), np.int32)
+        start = self.case.max_len - CHUNK_COLUMNS - 1
+        row = segment_start(columns_1KT[0, :, -1], start + CHUNK_COLUMNS, 0, SamplingParams())
+        return bound, (self.state, columns_1KT, np.int32(start), row, np.int32(self.case.slots - 1))
+
     def peer(self) -> tuple[Program, tuple[Any, ...]]:
         """Plain XLA's frame over the same weights (of a bf16 case), and its arguments."""
         bound = steps.bind(Both(self.model, self.codec), peer_step, donate=(1,), first=(self.head,))
@@ -115,8 +133,12 @@ class Filled:
         """The bound decode step over these weights: the same jitted function."""
         return partial(bound.func, jax.tree.leaves(self.model), self.head)
 
+    def prefill(self, bound: Program) -> Program:
+        """The bound reading of a chunk over these weights."""
+        return partial(bound.func, jax.tree.leaves(self.model))
+
     def sound(self, bound: Program) -> Program:
-        """The bound codec step over these weights."""
+        """The bound codec step over these weights, or its call for several frames."""
         return partial(bound.func, jax.tree.leaves(self.codec))
 
     def peer(self, bound: Program) -> Program:
@@ -125,10 +147,16 @@ class Filled:
 
 
 class EngineRun:
-    """The slots in the middle of their requests, stepped as `Engine.step` does."""
+    """The slots in the middle of their requests, stepped as `Engine.step` does.
 
-    def __init__(self, rig: Rig, decode: Program, sound: Program | None):
-        self._case, self._decode, self._sound = rig.case, decode, sound
+    Sound is made of each frame by `sound`, of several at a time by `group`, or not at all.
+    """
+
+    def __init__(self, rig: Rig, decode: Program, sound: Program | None = None, group: Program | None = None):
+        self._case, self._decode, self._sound, self._group = rig.case, decode, sound, group
+        self._hold = jax.jit(steps.hold_codes, donate_argnums=(0,))
+        self._held_BKW = jnp.zeros(rig.held_BKW.shape, rig.held_BKW.dtype)
+        self._num_held = 0
         config = rig.case.configs[0]
         params = SamplingParams()
         slots = new_state(config, rig.case.slots, 1, jnp.bfloat16).slots
@@ -154,10 +182,39 @@ class EngineRun:
         """Start a step."""
         inputs = StepInputs(self._run_B, self._none_B, self._none_B)
         self._state, output = self._decode(self._state, inputs)
+        if self._group is not None:
+            return self._step_of_group(output, self._group)
         if self._sound is None:
-            return PendingStep(output, output.codes_BK)
+            return PendingStep(output, output.codes_BK, self._none_B)
         self._codec_state, audio_Bs = self._sound(self._codec_state, output, inputs)
-        return PendingStep(output, audio_Bs)
+        return PendingStep(output, audio_Bs, self._run_B)
+
+    def _step_of_group(self, output: steps.StepOutput, group: Program) -> Pending:
+        place_B = np.full(self._case.slots, self._num_held, np.int32)
+        self._held_BKW = self._hold(self._held_BKW, output.codes_BK, place_B)
+        self._num_held = (self._num_held + 1) % GROUP_FRAMES
+        if self._num_held:
+            return PendingStep(output, output.codes_BK, self._none_B)
+        self._codec_state, self._held_BKW, audio_BT = group(self._codec_state, self._held_BKW, self._run_B)
+        return PendingStep(output, audio_BT, self._run_B)
+
+
+class GroupRun:
+    """The codec's call for several frames alone."""
+
+    def __init__(self, rig: Rig, group: Program):
+        self._group = group
+        self._state = init_stream(rig.codec, rig.case.slots, rig.case.max_len)
+        self._held_BKW = jnp.zeros(rig.held_BKW.shape, rig.held_BKW.dtype)
+        self._run_B = np.ones(rig.case.slots, bool)
+
+    def set_back(self) -> None:
+        """Nothing has a length here."""
+
+    def step(self) -> Pending:
+        """Start a call."""
+        self._state, self._held_BKW, audio_BT = self._group(self._state, self._held_BKW, self._run_B)
+        return PendingSound(audio_BT, GROUP_FRAMES)
 
 
 class SoundRun:
@@ -176,7 +233,7 @@ class SoundRun:
     def step(self) -> Pending:
         """Start a frame."""
         self._state, audio_Bs = self._sound(self._state, self._output, self._inputs)
-        return PendingStep(self._output, audio_Bs)
+        return PendingStep(self._output, audio_Bs, self._inputs.run_B)
 
 
 class PeerRun:
@@ -192,6 +249,7 @@ class PeerRun:
             init_stream(rig.codec, rig.case.slots, rig.case.max_len),
         )
         self._none_B = jnp.zeros(rig.case.slots, bool)
+        self._every_B = np.ones(rig.case.slots, bool)
 
     def set_back(self) -> None:
         """As `EngineRun.set_back`."""
@@ -200,11 +258,11 @@ class PeerRun:
     def step(self) -> Pending:
         """Start a step."""
         self._state, (codes_BK, audio_Bs) = self._peer(self._state)
-        return PendingStep(steps.StepOutput(is_end_B=self._none_B, codes_BK=codes_BK), audio_Bs)
+        return PendingStep(steps.StepOutput(is_end_B=self._none_B, codes_BK=codes_BK), audio_Bs, self._every_B)
 
 
 def steady_ms(
-    run: EngineRun | SoundRun | PeerRun, num_steps: int, warm: Callable[[], None] = lambda: None
+    run: EngineRun | SoundRun | GroupRun | PeerRun, num_steps: int, warm: Callable[[], None] = lambda: None
 ) -> np.ndarray:
     """Milliseconds of `num_steps` steps after the warm-up: from one result to the next, each read one step late.
 
@@ -225,6 +283,18 @@ def steady_ms(
     if previous is not None:
         previous.result()
     return np.diff(seconds)[-num_steps:] * 1e3
+
+
+def chunk_ms(rig: Rig, prefill: Program, num_chunks: int) -> float:
+    """Milliseconds for a chunk of a prompt, read into a slot again and again without a pause: the mean of so many."""
+    slots = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), rig.state.slots)
+    state = dataclasses.replace(rig.state, slots=slots, cache=random_like(rig.state.cache, 4))
+    _, (_, *arguments) = rig.prefill()
+    state, started = jax.block_until_ready(prefill(state, *arguments)), time.perf_counter()
+    for _ in range(num_chunks):
+        state = prefill(state, *arguments)
+    jax.block_until_ready(state)
+    return (time.perf_counter() - started) / num_chunks * 1e3
 
 
 def _frames(case: StepCase) -> np.ndarray:

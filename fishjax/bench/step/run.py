@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from fishjax.engine.engine import CHUNK_COLUMNS, GROUP_FRAMES
 from fishjax.engine.sampling_params import SamplingParams
 
 from ..cases import STREAM_BYTES_PER_S
@@ -23,10 +24,13 @@ METHOD = (
     "runs. ms_p50, ms_p99: wall clock from one step's result on the host to the next one's, each read one step late as "
     f"the server's loop does, after {CYCLE} steps of warm-up; frames_per_s: slots over the mean. Live lengths spread "
     f"evenly over {LENGTHS[0]}..{LENGTHS[1]} and set back every {CYCLE} steps, so that each slot stays about its own. "
-    "decode_ms, codec_ms: each program alone, read in the same way. peer_xla_bf16_ms: the same frame, greedy, in plain "
-    "bfloat16 jnp and XLA convolutions, one jitted program with donated caches. device_bytes: what the process holds "
-    "on the device in the middle of it; predicted_bytes: what the engine plans, without rows on their way. floor_ms: "
-    "weights (the fast transformer's nine times), live keys and values, codec and its state, over the streaming rate. "
+    "decode_ms, codec_ms: each program alone, read in the same way. codec_group_ms: a call of the codec for "
+    f"{GROUP_FRAMES} frames of every slot; grouped_ms_mean: a step where such a call follows each {GROUP_FRAMES}th. "
+    f"prefill_ms: a chunk of {CHUNK_COLUMNS} columns read into a slot, one after another. "
+    "peer_xla_bf16_ms: the same frame, greedy, in plain bfloat16 jnp and XLA convolutions, one jitted program with "
+    "donated caches. device_bytes: what the process holds on the device in the middle of it; predicted_bytes: what the "
+    "engine plans, without rows on their way. floor_ms: weights (the fast transformer's nine times), live keys and "
+    "values, codec and its state, over the streaming rate. "
     "Every case in a process of its own; nothing else uses the GPU while one is timed."
 )
 
@@ -88,6 +92,7 @@ def _row(case: StepCase, found: dict[tuple[str, str], dict[str, Any]], judged: l
         "lengths": {"low": low, "high": high, "seed": LENGTHS_SEED, "mean": float(case.lengths_B.mean())},
     }
     measured = ("ms_p50", "ms_p99", "ms_mean", "steps", "decode_ms", "codec_ms", "compiles")
+    measured += ("grouped_ms_mean", "codec_group_ms", "prefill_ms")
     row |= {name: result.get(name) for name in measured}
     frames_per_s = None if row["ms_mean"] is None else 1e3 * case.slots / row["ms_mean"]
     row["frames_per_s"] = frames_per_s

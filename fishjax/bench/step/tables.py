@@ -6,6 +6,7 @@ from typing import Any
 
 _HEAD = (
     *("policy", "slots", "ms", "p99", "frames/s", "audio-s/s", "decode ms", "codec ms", "floor ms"),
+    *("codec ms, 4 frames", "ms, sound by 4", "chunk ms"),
     *("XLA bf16 ms", "times XLA", "GB", "planned GB", "late compiles", "gate"),
 )
 
@@ -28,6 +29,7 @@ def _cells(row: dict[str, Any]) -> list[str]:
         *(f"{row[name]:.2f}" for name in ("ms_p50", "ms_p99")),
         *(f"{row[name]:,.0f}" for name in ("frames_per_s", "audio_s_per_s")),
         *(f"{row[name]:.2f}" for name in ("decode_ms", "codec_ms", "floor_ms")),
+        *(f"{row[name]:.2f}" for name in ("codec_group_ms", "grouped_ms_mean", "prefill_ms")),
         "-" if peer is None else f"{peer:.2f}",
         "-" if peer is None else f"{peer / ms:.2f}",
         *(f"{row[name] / 1e9:.1f}" for name in ("device_bytes", "predicted_bytes")),
