@@ -1,7 +1,8 @@
 """Which implementation an op runs. The only place that knows the default order.
 
-An explicit back end runs or raises `NotImplementedError` with the reason. `None` takes the first of the op's list
-that can run, and says once per op (logger `pallas_kernels`) what it took and why not the ones before it.
+An explicit back end runs or raises `NotImplementedError` with the reason. `None` takes the op's kernel where that
+comes first on this chip and can run, else the reference, and says once per op (logger `pallas_kernels`) what it took
+and why not the kernel. An op may have a kernel for more than one chip: a call gets the one of the chip it runs on.
 """
 
 from __future__ import annotations
@@ -9,7 +10,8 @@ from __future__ import annotations
 import enum
 import functools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import TypeVar
 
 import jax
 
@@ -23,16 +25,19 @@ class Backend(enum.StrEnum):
     MOSAIC = "mosaic"
 
 
-_KERNEL_FIRST, _REFERENCE_ONLY = (Backend.MOSAIC, Backend.REFERENCE), (Backend.REFERENCE,)
-DEFAULT_ORDER: dict[str, tuple[Backend, ...]] = {
-    # A kernel comes first once it has run on the device within its tolerance (README.md, "State of the kernels").
-    "quantize_blocks": _REFERENCE_ONLY,  # XLA fuses it into what comes before; the matmuls launch their own kernel
-    "quantize_mx": _REFERENCE_ONLY,
-    "block_scaled_matmul": _KERNEL_FIRST,
-    "mx_matmul": _REFERENCE_ONLY,
-    "swiglu_mlp": _KERNEL_FIRST,
-    "decode_attention": _KERNEL_FIRST,
+HOPPER, BLACKWELL = "9.0", "10.0"
+"""Compute capabilities for which there are kernels: sm_90 and sm_100."""
+COMES_FIRST: dict[str, tuple[str, ...]] = {
+    # op -> compute capabilities on which `None` takes its kernel: where it has run on the device within its tolerance
+    # (docs/portability.md). Elsewhere a kernel is there for whoever asks for it by name.
+    "quantize_blocks": (),  # XLA fuses it into what comes before; the matmuls launch their own kernel
+    "quantize_mx": (),
+    "block_scaled_matmul": (HOPPER,),
+    "mx_matmul": (),
+    "swiglu_mlp": (HOPPER,),
+    "decode_attention": (HOPPER,),
 }
+Kernel = TypeVar("Kernel")
 
 
 @functools.cache
@@ -43,49 +48,51 @@ def gpu_capability() -> str | None:
     return getattr(jax.devices()[0], "compute_capability", None)
 
 
-def need_capability(wanted: str) -> str | None:
-    """None when the default device is an NVIDIA GPU of that compute capability, else a sentence saying what it is."""
+def need_capability(*wanted: str) -> str | None:
+    """None when the default device is an NVIDIA GPU of such a compute capability, else a sentence saying what it is."""
     found = gpu_capability()
-    if found == wanted:
+    if found in wanted:
         return None
     what = f"a GPU of capability {found}" if found else f"the {jax.default_backend()} back end"
-    return f"needs a GPU of compute capability {wanted}; this process runs on {what}"
+    return f"needs a GPU of compute capability {' or '.join(wanted)}; this process runs on {what}"
 
 
-def no_kernel_yet() -> str:
-    """The reason of an op that has only its reference."""
-    return "no Mosaic kernel exists for this op yet"
-
-
-def choose(op: str, backend: Backend | str | None, why_not_mosaic: Callable[[], str | None]) -> Backend:
-    """The back end to run.
+def choose(
+    op: str, backend: Backend | str | None, kernels: Mapping[str, Kernel], why_not: Callable[[Kernel], str | None]
+) -> Kernel | None:
+    """This chip's kernel when that is what runs, None when the reference is.
 
     Args:
-      op: name of the op, a key of `DEFAULT_ORDER`.
-      backend: what the caller asked for; None means the op's list in order.
-      why_not_mosaic: returns None when the Mosaic kernel can run this call, else the reason.
+      op: name of the op, a key of `COMES_FIRST`.
+      backend: what the caller asked for; None leaves it to the chip.
+      kernels: the op's Mosaic kernels by compute capability.
+      why_not: returns None when a kernel can run this call, else the reason.
 
     Raises:
       ValueError: `backend` is not a back end's name.
       NotImplementedError: the back end asked for cannot run; the message says why.
     """
-    if backend is not None:
-        try:
-            wanted = Backend(backend)
-        except ValueError:
-            names = ", ".join(repr(b.value) for b in Backend)
-            raise ValueError(f"{op}: backend {backend!r} is not one of {names} or None") from None
-        if wanted is Backend.MOSAIC and (reason := why_not_mosaic()):
+    try:
+        wanted = None if backend is None else Backend(backend)
+    except ValueError:
+        names = ", ".join(repr(b.value) for b in Backend)
+        raise ValueError(f"{op}: backend {backend!r} is not one of {names} or None") from None
+    if wanted is Backend.REFERENCE:
+        return None
+    capability = gpu_capability()
+    kernel = kernels.get(capability or "")
+    if kernel is None:
+        reason = need_capability(*kernels) if kernels else "no Mosaic kernel exists for this op yet"
+    else:
+        reason = why_not(kernel)
+    if wanted is Backend.MOSAIC:
+        if reason:
             raise NotImplementedError(f"{op}: backend 'mosaic' cannot run: {reason}")
-        return wanted
-    skipped = ""
-    for candidate in DEFAULT_ORDER[op]:
-        reason = why_not_mosaic() if candidate is Backend.MOSAIC else None
-        if reason is None:
-            _say_once(op, candidate, skipped)
-            return candidate
-        skipped = f" (mosaic {reason})"
-    raise NotImplementedError(f"{op}: no back end can run{skipped}")
+        return kernel
+    if reason is None and capability not in COMES_FIRST[op]:
+        reason = f"runs on compute capability {capability} for who asks for it: docs/portability.md says what was run"
+    _say_once(op, Backend.REFERENCE if reason else Backend.MOSAIC, f" (mosaic: {reason})" if reason else "")
+    return None if reason else kernel
 
 
 @functools.cache

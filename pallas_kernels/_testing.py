@@ -71,6 +71,14 @@ def e4m3_rows(x_MK: np.ndarray, group: int = 128) -> tuple[np.ndarray, np.ndarra
     return values.reshape(x_MK.shape), scale.astype(np.float32)
 
 
+def mx_rows(x_MK: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Float64 twin of quantize_mx for finite, normal input: (e4m3 values, E8M0 bytes)."""
+    grouped = x_MK.astype(np.float64).reshape(x_MK.shape[0], -1, 32)
+    exponent = np.frexp(np.abs(grouped).max(-1))[1] - 1 - 8  # frexp: x = m 2^e with m in [1/2, 1)
+    values = np.clip(np.ldexp(grouped, -exponent[..., None]), -448, 448).astype(ml_dtypes.float8_e4m3fn)
+    return values.reshape(x_MK.shape), (exponent + 127).astype(np.uint8)
+
+
 def swiglu_oracle(
     x_MD: np.ndarray, gate_up: tuple[np.ndarray, np.ndarray], down: tuple[np.ndarray, np.ndarray]
 ) -> np.ndarray:

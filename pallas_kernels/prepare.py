@@ -8,9 +8,10 @@ from typing import TypeVar
 import jax
 import jax.numpy as jnp
 
-from .types import BLOCK, BlockScaled, MxScaled
+from . import _dispatch
+from .types import BLOCK, BlockScaled, MxScaled, scale_tiles
 
-ROW_MULTIPLE = 64
+ROW_MULTIPLE, BLACKWELL_ROW_MULTIPLE = 64, 128
 """Rows of one tensor-core instruction: the weight is its row side."""
 LINE = 32
 """Float32 per 128 bytes, the least a bulk copy moves."""
@@ -20,33 +21,42 @@ OPS = ("block_scaled_matmul", "mx_matmul", "swiglu_mlp")
 Weight = TypeVar("Weight", jax.Array, BlockScaled, MxScaled)
 
 
-def prepare_weights(w: Weight, op: str) -> Weight:
+def prepare_weights(w: Weight, op: str, capability: str | None = None) -> Weight:
     """Pad and lay out a weight for the kernel of `op`; its logical shape stays what it was.
 
-    BlockScaled: rows padded with zeros to a multiple of 64 (4,097 -> 4,160), scale rows to whole 128-byte lines.
-    MxScaled: rows padded to a multiple of 64, with byte 127 (scale 1) for the new rows, scales transposed to
-    (K / 32, N). Arrays are returned as they are. Already prepared weights are returned unchanged.
+    BlockScaled: rows padded with zeros to a multiple of 64 (4,097 -> 4,160; 128 on Blackwell), scale rows to whole
+    128-byte lines. MxScaled: rows padded likewise, with byte 127 (scale 1) for the new rows; scales transposed to
+    (K / 32, N), on Blackwell in tiles (K a multiple of 128; else left as they are, for the reference alone). Arrays
+    are returned as they are. Already prepared weights are returned unchanged.
 
     Args:
       w: (N, K) weight.
       op: "block_scaled_matmul", "mx_matmul" or "swiglu_mlp".
+      capability: compute capability of the GPU that will read it, "9.0" or "10.0"; None means the default device's,
+        and Hopper's where that is neither.
 
     Raises:
       ValueError: the op's name is unknown.
     """
     if op not in OPS:
         raise ValueError(f"prepare_weights: op {op!r} is not one of {', '.join(OPS)}")
+    capability = capability or _dispatch.gpu_capability()
+    multiple = BLACKWELL_ROW_MULTIPLE if capability == _dispatch.BLACKWELL else ROW_MULTIPLE
     if isinstance(w, BlockScaled):
-        rows = _pad(w.values_NK, ROW_MULTIPLE, 1)
+        rows = _pad(w.values_NK, multiple, 1)
         scale_NbKb = w.scale_NbKb[: -(-w.shape[0] // BLOCK)]
         wanted = -(-rows.shape[0] // BLOCK)
         scale_NbKb = jnp.pad(scale_NbKb, ((0, wanted - scale_NbKb.shape[0]), (0, 0)), constant_values=1.0)
         return dataclasses.replace(w, values_NK=rows, scale_NbKb=_pad(scale_NbKb, 1, LINE), num_rows=w.shape[0])
     if isinstance(w, MxScaled):
-        rows = _pad(w.values_NK, ROW_MULTIPLE, 1)
-        new_rows = rows.shape[0] - w.values_NK.shape[0]
-        scale_KbN = jnp.pad(w.scale_KbN, ((0, 0), (0, new_rows)), constant_values=127)
-        return dataclasses.replace(w, values_NK=rows, scale_NKb=scale_KbN, num_rows=w.shape[0], transposed=True)
+        layout = "tiles" if capability == _dispatch.BLACKWELL else "transposed"
+        if w.scales == layout or (layout == "tiles" and w.shape[1] % BLOCK):
+            return w
+        rows = _pad(w.values_NK, multiple, 1)
+        bytes_ = w.scale_rows
+        bytes_ = jnp.pad(bytes_, ((0, rows.shape[0] - bytes_.shape[0]), (0, 0)), constant_values=127)
+        scale = scale_tiles(bytes_) if layout == "tiles" else bytes_.T
+        return dataclasses.replace(w, values_NK=rows, scale_NKb=scale, num_rows=w.shape[0], scales=layout)
     return w
 
 

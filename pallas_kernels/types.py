@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 from types import EllipsisType
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -85,14 +86,14 @@ class BlockScaled(_ArrayLike):
 class MxScaled(_ArrayLike):
     """OCP MXFP8: values_NK (N, K) float8_e4m3fn; scale_NKb (N, K / 32) uint8, E8M0: 2^(byte - 127), 255 is NaN.
 
-    `num_rows` is the logical N of a prepared weight whose rows were padded. With `transposed` the scales of such a
-    weight lie as the kernel reads them, (K / 32, N).
+    `num_rows` is the logical N of a prepared weight whose rows were padded; its scales lie as a kernel reads them:
+    "transposed" (K / 32, N) for Hopper, "tiles" (N / 128, K / 128, 32, 16) for Blackwell (`scale_tiles`).
     """
 
     values_NK: jax.Array
     scale_NKb: jax.Array
     num_rows: int | None = dataclasses.field(default=None, metadata={"static": True})
-    transposed: bool = dataclasses.field(default=False, metadata={"static": True})
+    scales: Literal["rows", "transposed", "tiles"] = dataclasses.field(default="rows", metadata={"static": True})
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -101,19 +102,32 @@ class MxScaled(_ArrayLike):
         return (num_rows if self.num_rows is None else self.num_rows, width)
 
     @property
-    def scale_KbN(self) -> jax.Array:
-        """The scales as (K / 32, N), whichever way they lie."""
-        return self.scale_NKb if self.transposed else self.scale_NKb.T
+    def scale_rows(self) -> jax.Array:
+        """The scales as (N, K / 32), whichever way they lie; N as padded."""
+        if self.scales == "tiles":
+            tiles = self.scale_NKb.reshape(*self.scale_NKb.shape[:3], 4, 4)
+            return tiles.transpose(0, 3, 2, 1, 4).reshape(-1, self.values_NK.shape[1] // MX_BLOCK)
+        return self.scale_NKb.T if self.scales == "transposed" else self.scale_NKb
 
     def dequantize(self) -> jax.Array:
         """The stored numbers as float32 (N, K), padding removed. Float32 subnormals may flush to zero."""
         num_rows, _ = self.shape
         values = self.values_NK[:num_rows].astype(jnp.float32)
-        byte = jnp.repeat(self.scale_KbN[:, :num_rows].T.astype(jnp.int32), MX_BLOCK, axis=1)
+        byte = jnp.repeat(self.scale_rows[:num_rows].astype(jnp.int32), MX_BLOCK, axis=1)
         # Two factors, each a normal float32, because 2^-127 alone is subnormal and would be flushed.
         half = byte // 2
         scaled = values * _power_of_two(half - 63) * _power_of_two(byte - half - 64)
         return jnp.where(byte == 255, jnp.nan, scaled)
+
+
+def scale_tiles(byte_NKb: jax.Array) -> jax.Array:
+    """E8M0 bytes (N, K / 32), both multiples of 128 in N and K, as Blackwell's tensor memory takes them.
+
+    (N / 128, K / 128, 32, 16): row 32 a + i of a tile and block b of its four lie at [i, 4 a + b]. See "Scale factor A
+    layout" under tcgen05.mma in the PTX manual.
+    """
+    N, blocks = byte_NKb.shape
+    return byte_NKb.reshape(N // 128, 4, 32, blocks // 4, 4).transpose(0, 3, 2, 1, 4).reshape(-1, blocks // 4, 32, 16)
 
 
 @jax.tree_util.register_dataclass

@@ -16,10 +16,14 @@ from fishjax.errors import InvalidRequest
 from pallas_kernels import _tuned
 from pallas_kernels.block_scaled_matmul import arg_specs as matmul_specs
 from pallas_kernels.decode_attention import arg_specs as attention_specs
+from pallas_kernels.mx_matmul import arg_specs as mx_specs
+from pallas_kernels.prepare import ROW_MULTIPLE
 from pallas_kernels.swiglu_mlp import arg_specs as mlp_specs
-from pallas_kernels.types import BLOCK
+from pallas_kernels.types import BLOCK, MX_BLOCK
 
-OPS = ("block_scaled_matmul", "swiglu_mlp", "decode_attention")
+OPS = ("block_scaled_matmul", "mx_matmul", "swiglu_mlp", "decode_attention")
+MATMULS = {"block_scaled_matmul": matmul_specs, "mx_matmul": mx_specs}
+"""One weight (N, K); x may come quantised."""
 PEERS = ("xla_bf16", "xla_fp8", "torch_compile_bf16", "torch_block_fp8")
 STREAM_BYTES_PER_S = 4.48e12
 """Measured on one H200: a Pallas kernel that only streams through TMA, 64 KB or more in flight per SM."""
@@ -33,7 +37,7 @@ class Case:
 
     op: a name in OPS. name: of the shape in the op's arg_specs, or "custom". shape: N, K (matmul), D, F (MLP) or
     H, G, S, d, cache, lengths (attention). m: rows; active slots for attention. input: "quantized" when x comes
-    quantised (the matmul alone), else "bfloat16".
+    quantised (the matmuls alone), else "bfloat16".
     """
 
     op: str
@@ -54,7 +58,7 @@ class Case:
     def group(self) -> str:
         """The same for cases whose bfloat16 peers are one measurement, however their own operands are quantised."""
         shape = {**self.shape, "cache": "bfloat16"} if "cache" in self.shape else self.shape
-        return case_key(self.op, shape, self.m, "bfloat16")
+        return case_key("matmul" if self.op in MATMULS else self.op, shape, self.m, "bfloat16")
 
 
 def case_key(op: str, shape: Mapping[str, Any], m: int, input: str) -> str:
@@ -65,10 +69,11 @@ def case_key(op: str, shape: Mapping[str, Any], m: int, input: str) -> str:
 def grid() -> list[Case]:
     """Every combination that a frozen file must hold."""
     matmuls = [
-        Case("block_scaled_matmul", spec.name, {"N": spec.N, "K": spec.K}, m, kind)
-        for spec in matmul_specs.SPECS
+        Case(op, spec.name, {"N": spec.N, "K": spec.K}, m, kind)
+        for op, specs in MATMULS.items()
+        for spec in specs.SPECS
         if spec.name != "fast_output"  # the head's shape less one row
-        for m in matmul_specs.ROWS
+        for m in specs.ROWS
         for kind in ("quantized", "bfloat16")
     ]
     mlps = [
@@ -93,7 +98,7 @@ def tiny_grid() -> list[Case]:
     """A few small cases for a machine without a GPU: they show that everything runs, and measure nothing of note."""
     small = attention_specs.AttentionSpec("tiny", 2, 4, 2, 128, 64)
     return [
-        *(Case("block_scaled_matmul", "tiny", {"N": 256, "K": 256}, 8, kind) for kind in ("quantized", "bfloat16")),
+        *(Case(op, "tiny", {"N": 256, "K": 256}, 8, kind) for op in MATMULS for kind in ("quantized", "bfloat16")),
         Case("swiglu_mlp", "tiny", {"D": 128, "F": 256}, 8),
         *(_attention(small, cache, "full") for cache in attention_specs.CACHES),
     ]
@@ -117,8 +122,9 @@ def select(
         raise InvalidRequest("--n and --k go together: the weight is (N, K)")
     if n is not None and not any(c.shape.get("N") == n and c.shape.get("K") == k for c in cases):
         cases += [
-            Case("block_scaled_matmul", "custom", {"N": n, "K": k}, m, kind)
-            for m in rows or matmul_specs.ROWS
+            Case(op, "custom", {"N": n, "K": k}, m, kind)
+            for op, specs in MATMULS.items()
+            for m in rows or specs.ROWS
             for kind in ("quantized", "bfloat16")
         ]
     chosen = [
@@ -150,10 +156,18 @@ def weight_bytes(case: Case, peer: str | None = None) -> int:
         positions = int(lengths_of(case).sum()) * s["G"] * 2
         fp8 = s["cache"] == "float8" and peer in (None, "xla_fp8")
         return positions * (s["d"] + 4 if fp8 else 2 * s["d"])
-    matrices = [(s["N"], s["K"])] if "N" in s else [(2 * s["F"], s["D"]), (s["D"], s["F"])]
+    matrices = matrices_of(case)
     if peer in ("xla_bf16", "torch_compile_bf16"):
         return sum(2 * n * k for n, k in matrices)
+    if case.op == "mx_matmul" and peer is None:
+        return sum(n * (k + k // MX_BLOCK) for n, k in matrices)
     return sum(n * k + math.ceil(n / BLOCK) * (k // BLOCK) * 4 for n, k in matrices)
+
+
+def matrices_of(case: Case) -> list[tuple[int, int]]:
+    """(rows, columns) of each weight of a matmul or an MLP."""
+    s = case.shape
+    return [(s["N"], s["K"])] if case.op in MATMULS else [(2 * s["F"], s["D"]), (s["D"], s["F"])]
 
 
 def floor_us(case: Case) -> float:
@@ -164,7 +178,8 @@ def floor_us(case: Case) -> float:
     elif case.op == "swiglu_mlp":
         activations = 2 * case.m * s["D"] * 2
     else:
-        each = s["K"] + s["K"] // BLOCK * 4 if case.input == "quantized" else 2 * s["K"]
+        scales = s["K"] // MX_BLOCK if case.op == "mx_matmul" else s["K"] // BLOCK * 4
+        each = s["K"] + scales if case.input == "quantized" else 2 * s["K"]
         activations = case.m * (each + 2 * s["N"])
     return (weight_bytes(case) + activations) / STREAM_BYTES_PER_S * 1e6
 
@@ -177,5 +192,5 @@ def tuned_key(case: Case) -> str:
     elif case.op == "swiglu_mlp":
         parts = (_tuned.bucket(case.m), s["D"], s["F"])
     else:
-        parts = (_tuned.bucket(case.m), -(-s["N"] // 64) * 64, s["K"])
+        parts = (_tuned.bucket(case.m), -(-s["N"] // ROW_MULTIPLE) * ROW_MULTIPLE, s["K"])
     return "x".join(map(str, parts))

@@ -12,24 +12,26 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels import BlockScaled, ScaledKV, prepare_weights, quantize_blocks, quantize_kv
+from pallas_kernels import BlockScaled, MxScaled, ScaledKV, prepare_weights, quantize_blocks, quantize_kv, quantize_mx
 from pallas_kernels import _testing as oracles
 from pallas_kernels.types import BLOCK
 
-from .cases import Case, lengths_of
+from .cases import MATMULS, Case, lengths_of, matrices_of
 
 REFERENCE = "reference"
 
 
 def make_x(case: Case, seed: jax.Array) -> Any:
-    """What each call of the chain reads: x (M, K), bfloat16 or quantised 1 x 128; (q, lengths) for attention."""
+    """What each call of the chain reads: x (M, K), bfloat16 or quantised; (q, lengths) for attention."""
     key = jax.random.key(seed)
     if case.op == "decode_attention":
         q = 2 * jax.random.normal(key, (case.m, case.shape["H"], case.shape["d"]))
         return q.astype(jnp.bfloat16), jnp.asarray(lengths_of(case))
-    width = case.shape["K"] if case.op == "block_scaled_matmul" else case.shape["D"]
-    x = jax.random.normal(key, (case.m, width)).astype(jnp.bfloat16)
-    return quantize_blocks(x, (1, BLOCK), backend=REFERENCE) if case.input == "quantized" else x
+    x = jax.random.normal(key, (case.m, matrices_of(case)[0][1])).astype(jnp.bfloat16)
+    if case.input == "bfloat16":
+        return x
+    quantise_mx = case.op == "mx_matmul"
+    return quantize_mx(x, backend=REFERENCE) if quantise_mx else quantize_blocks(x, (1, BLOCK), backend=REFERENCE)
 
 
 def make_dense(case: Case, seed: jax.Array) -> tuple[jax.Array, ...]:
@@ -40,7 +42,7 @@ def make_dense(case: Case, seed: jax.Array) -> tuple[jax.Array, ...]:
         keys = jax.random.split(key, 3)
         spread = 2.0 ** jax.random.uniform(keys[2], (case.m, s["G"], s["S"], 1), minval=-4.0, maxval=4.0)
         return jax.random.normal(keys[0], shape), spread * jax.random.normal(keys[1], shape)
-    matrices = [(s["N"], s["K"])] if case.op == "block_scaled_matmul" else [(2 * s["F"], s["D"]), (s["D"], s["F"])]
+    matrices = matrices_of(case)
     return tuple(_blocky(k, *shape) for k, shape in zip(jax.random.split(key, len(matrices)), matrices, strict=True))
 
 
@@ -52,8 +54,10 @@ def _blocky(key: jax.Array, N: int, K: int) -> jax.Array:
 
 
 def make_w(case: Case, seed: jax.Array) -> tuple[Any, ...]:
-    """One copy of what the op reads: weights quantised 128 x 128 and prepared, or keys and values."""
+    """One copy of what the op reads: weights quantised and prepared, or keys and values."""
     dense = make_dense(case, seed)
+    if case.op == "mx_matmul":
+        return tuple(prepare_weights(quantize_mx(w, backend=REFERENCE), case.op) for w in dense)
     if case.op != "decode_attention":
         quantized = (quantize_blocks(w, (BLOCK, BLOCK), backend=REFERENCE) for w in dense)
         return tuple(prepare_weights(w, case.op) for w in quantized)
@@ -67,6 +71,9 @@ def oracle(case: Case, x: Any, w: tuple[Any, ...]) -> np.ndarray:
     if case.op == "decode_attention":
         q, lengths = x
         return oracles.attention_oracle(np.asarray(q), _host_kv(w[0]), _host_kv(w[1]), np.asarray(lengths))
+    if case.op == "mx_matmul":
+        x = _host_mx(x) if isinstance(x, MxScaled) else oracles.mx_rows(np.asarray(x))
+        return oracles.mx_dequant(*x) @ oracles.mx_dequant(*_host_mx(w[0])).T
     weights = [_host_weight(item) for item in w]
     if case.op == "swiglu_mlp":
         return oracles.swiglu_oracle(np.asarray(x), weights[0], weights[1])
@@ -79,7 +86,7 @@ def oracle(case: Case, x: Any, w: tuple[Any, ...]) -> np.ndarray:
 
 def tolerance(case: Case) -> float:
     """Bound on the relative error of a bfloat16 output."""
-    op = "matmul" if case.op == "block_scaled_matmul" else case.op
+    op = "matmul" if case.op in MATMULS else case.op
     return oracles.TOLERANCES[op, "bfloat16"].bound
 
 
@@ -87,6 +94,12 @@ def _host_weight(w: BlockScaled) -> tuple[np.ndarray, np.ndarray]:
     """Values and scales without the padding of a prepared weight."""
     N, K = w.shape
     return np.asarray(w.values_NK)[:N], np.asarray(w.scale_NbKb)[: -(-N // BLOCK), : K // BLOCK]
+
+
+def _host_mx(w: MxScaled) -> tuple[np.ndarray, np.ndarray]:
+    """Values and scale bytes (N, K / 32) without the padding of a prepared weight."""
+    N, _ = w.shape
+    return np.asarray(w.values_NK)[:N], np.asarray(w.scale_rows)[:N]
 
 
 def _host_kv(cache: jax.Array | ScaledKV) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""The ops under test as calls of a chain, and the tile choices that they run with."""
+"""The ops under test as calls of a chain, and the tile choices that they run with: those of the Hopper kernels."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ import dataclasses
 from typing import Any
 
 from fishjax.errors import InvalidRequest
-from pallas_kernels import _tuned, block_scaled_matmul, decode_attention, swiglu_mlp
+from pallas_kernels import _tuned, block_scaled_matmul, decode_attention, mx_matmul, swiglu_mlp
 from pallas_kernels.block_scaled_matmul import config as matmul_config
 from pallas_kernels.decode_attention import config as attention_config
+from pallas_kernels.mx_matmul import config as mx_config
+from pallas_kernels.prepare import ROW_MULTIPLE
 from pallas_kernels.swiglu_mlp import config as mlp_config
 
 from .cases import Case, tuned_key
@@ -17,15 +19,18 @@ from .chain import Call
 
 _CONFIGS = {
     "block_scaled_matmul": matmul_config.Config,
+    "mx_matmul": mx_config.Config,
     "swiglu_mlp": mlp_config.Config,
     "decode_attention": attention_config.Config,
 }
+_MATMULS = {"block_scaled_matmul": (block_scaled_matmul, matmul_config), "mx_matmul": (mx_matmul, mx_config)}
 
 
 def kernel_call(case: Case, backend: str, config: Any | None) -> Call:
     """call(x, w) of the op under test; raises NotImplementedError when traced if the back end cannot run it."""
-    if case.op == "block_scaled_matmul":
-        return lambda x, w: block_scaled_matmul(x, w[0], backend=backend, config=config)
+    if case.op in _MATMULS:
+        matmul, _ = _MATMULS[case.op]
+        return lambda x, w: matmul(x, w[0], backend=backend, config=config)
     if case.op == "swiglu_mlp":
         return lambda x, w: swiglu_mlp(x, w[0], w[1], backend=backend, config=config)
     return lambda x, w: decode_attention(x[0], w[0], w[1], x[1], backend=backend, config=config)
@@ -47,20 +52,20 @@ def check_fields(op: str, fields: dict[str, Any]) -> None:
 
 def _default(case: Case) -> Any:
     s, rows = case.shape, -(-case.m // 8) * 8
-    if case.op == "block_scaled_matmul":
-        return matmul_config.default_config(rows, -(-s["N"] // 64) * 64, s["K"])
+    if case.op in _MATMULS:
+        return _MATMULS[case.op][1].default_config(rows, -(-s["N"] // ROW_MULTIPLE) * ROW_MULTIPLE, s["K"])
     if case.op == "decode_attention":
         return attention_config.default_config(case.m, s["G"], s["S"])
-    return mlp_config.default_config(min(rows, mlp_config.MAX_TILE_M))
+    return mlp_config.default_config(min(rows, mlp_config.max_tile_m()))
 
 
 def configs_to_try(case: Case) -> list[dict[str, Any]]:
     """The fields of every config that the tuner times for a case."""
     s, rows = case.shape, -(-case.m // 8) * 8
-    if case.op == "block_scaled_matmul":
-        found = matmul_config.configs_to_try(rows, -(-s["N"] // 64) * 64, s["K"])
+    if case.op in _MATMULS:
+        found = _MATMULS[case.op][1].configs_to_try(rows, -(-s["N"] // ROW_MULTIPLE) * ROW_MULTIPLE, s["K"])
     elif case.op == "swiglu_mlp":
-        found = mlp_config.configs_to_try(min(rows, mlp_config.MAX_TILE_M), s["D"], s["F"])
+        found = mlp_config.configs_to_try(min(rows, mlp_config.max_tile_m()), s["D"], s["F"])
     else:
         kv_bytes = 1 if s["cache"] == "float8" else 2
         found = attention_config.configs_to_try(case.m, s["H"], s["G"], s["S"], s["d"], kv_bytes)

@@ -12,7 +12,7 @@ from typing import Any
 import torch  # pyright: ignore[reportMissingImports]
 import torch.nn.functional as F  # pyright: ignore[reportMissingImports]
 
-from .cases import Case, floor_us, lengths_of, weight_bytes
+from .cases import Case, floor_us, lengths_of, matrices_of, weight_bytes
 from .timing import Plan, plan, time_replays
 
 E4M3, E4M3_MAX, BLOCK = torch.float8_e4m3fn, 448.0, 128
@@ -41,6 +41,8 @@ def measure(case: Case, part: str, options: dict[str, Any], lock: AbstractContex
     if part == "torch_block_fp8":
         if case.op == "decode_attention":
             raise NotImplementedError("torch has no attention over an FP8 cache with a scale per position")
+        if case.op == "mx_matmul":
+            raise NotImplementedError("its scales are another format's: see block_scaled_matmul")
         rows = list(dict.fromkeys((case.m, -(-case.m // 4) * 4, -(-case.m // 16) * 16, -(-case.m // BLOCK) * BLOCK)))
     refused = ""
     for m in rows:
@@ -84,8 +86,7 @@ def _side(case: Case, part: str, m: int) -> tuple[Call, Callable[[], Any], Calla
     """(call(x, w), make_x, make_w)."""
     if case.op == "decode_attention":
         return _attention_side(case)
-    s = case.shape
-    matrices = [(s["N"], s["K"])] if case.op == "block_scaled_matmul" else [(2 * s["F"], s["D"]), (s["D"], s["F"])]
+    matrices = matrices_of(case)
     width = matrices[0][1]
     if part == "torch_compile_bf16":
         function = torch.compile(_matmul if len(matrices) == 1 else _mlp, dynamic=False)

@@ -12,7 +12,7 @@ from pallas_kernels import ScaledKV
 from pallas_kernels.prepare import ROW_MULTIPLE
 from pallas_kernels.types import E4M3_MAX
 
-from .cases import Case
+from .cases import Case, matrices_of
 from .chain import Call
 from .inputs import make_dense, make_w, make_x
 
@@ -32,6 +32,8 @@ def why_not(case: Case, peer: str) -> str | None:
     """None when the peer has a meaning for the case, else the reason."""
     if peer == "xla_fp8" and case.op == "decode_attention" and case.shape["cache"] == "bfloat16":
         return "the cache is bfloat16: see xla_bf16"
+    if peer == "xla_fp8" and case.op == "mx_matmul":
+        return "one scale per tensor either way: see block_scaled_matmul"
     return None
 
 
@@ -52,8 +54,7 @@ def why_not_fp8(case: Case, hlo: str) -> str | None:
 
 
 def _bf16_x(case: Case, seed: jax.Array) -> jax.Array:
-    width = case.shape["K"] if case.op == "block_scaled_matmul" else case.shape["D"]
-    return jax.random.normal(jax.random.key(seed), (case.m, width)).astype(jnp.bfloat16)
+    return jax.random.normal(jax.random.key(seed), (case.m, matrices_of(case)[0][1])).astype(jnp.bfloat16)
 
 
 def _bf16_w(case: Case, seed: jax.Array) -> tuple[jax.Array, ...]:

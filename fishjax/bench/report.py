@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from .cases import OPS, PEERS
+from .cases import MATMULS, OPS, PEERS
 from .frozen import BASELINES
 from .gate.tables import gate_table, voice_sentence, voice_table
 from .serve.tables import serve_tables, soak_table
@@ -223,8 +223,8 @@ def write_plots(folder: Path, baselines: Path = BASELINES) -> list[Path]:
 
 
 def _series(rows: Iterable[dict[str, Any]], op: str) -> dict[str, list[dict[str, Any]]]:
-    """Measured rows by shape, one kind of input an op: the matmul alone, as published figures have it."""
-    kind = "quantized" if op == "block_scaled_matmul" else "bfloat16"
+    """Measured rows by shape, one kind of input an op: the matmuls alone, as published figures have it."""
+    kind = "quantized" if op in MATMULS else "bfloat16"
     series: dict[str, list[dict[str, Any]]] = {}
     for row in rows:
         if row["op"] == op and row["input"] == kind and row["host_us"] is not None:

@@ -8,10 +8,11 @@ import jax.numpy as jnp
 from .. import _dispatch
 from ..quantize_blocks.api import quantize_blocks
 from ..types import BLOCK, BlockScaled
-from . import mosaic_sm90, reference
+from . import mosaic_sm90, mosaic_sm100, reference
 from .config import Config
 
 OP = "block_scaled_matmul"
+KERNELS = {_dispatch.HOPPER: mosaic_sm90, _dispatch.BLACKWELL: mosaic_sm100}
 
 
 def block_scaled_matmul(
@@ -42,9 +43,9 @@ def block_scaled_matmul(
     if out_dtype is None:
         out_dtype = jnp.bfloat16 if isinstance(x_MK, BlockScaled) else x_MK.dtype
     M, K = x_MK.shape
-    taken = _dispatch.choose(OP, backend, lambda: mosaic_sm90.why_not(M, w_NK.shape[0], K, config))
-    if taken is _dispatch.Backend.MOSAIC:
-        return mosaic_sm90.block_scaled_matmul(x_MK, w_NK, jnp.dtype(out_dtype), config)
+    kernel = _dispatch.choose(OP, backend, KERNELS, lambda kernel: kernel.why_not(M, w_NK.shape[0], K, config))
+    if kernel:
+        return kernel.block_scaled_matmul(x_MK, w_NK, jnp.dtype(out_dtype), config)
     x_MK = x_MK if isinstance(x_MK, BlockScaled) else quantize_blocks(x_MK, backend=_dispatch.Backend.REFERENCE)
     return reference.block_scaled_matmul(x_MK, w_NK, jnp.dtype(out_dtype))
 

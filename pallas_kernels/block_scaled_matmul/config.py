@@ -1,24 +1,25 @@
-"""Tile choices of the Hopper kernel: a frozen Config, one function that says what it needs, one that picks."""
+"""Tile choices of the kernel: a frozen Config, one function that says what it needs, one that picks."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from .._chip import SM90, Chip
 from ..types import BLOCK
 
 SHARED_BYTES = 227 * 1024
-"""Shared memory one block may take on compute capability 9.0."""
-NUM_SMS = 132
+"""Shared memory one block may take on compute capabilities 9.0 and 10.0."""
+NUM_SMS = SM90.num_sms
 
 
 @dataclass(frozen=True, slots=True)
 class Config:
     """How one matmul is cut.
 
-    tile_n: weight rows of a block (64 or 128): the row side of wgmma.
+    tile_n: weight rows of a block: the row side of wgmma (64 or 128) or of tcgen05 (128).
     splits: blocks of one cluster that share the K of one tile (at most 8) and add up their parts.
     stages: depth of the ring of 128-wide K steps in shared memory.
-    warpgroups: 1, or 2 that share a block's weights and take half of its tokens each.
+    warpgroups: 1, or on Hopper 2 that share a block's weights and take half of its tokens each.
     early: start loading weights before the kernel that makes x has ended (programmatic dependent launch).
     """
 
@@ -48,16 +49,21 @@ def shared_bytes(config: Config, M: int, K: int) -> int:
     return ring + pushed + scales + config.tile_n * (share if config.splits > 1 else M) * 4
 
 
-def can_run(config: Config, M: int, N: int, K: int) -> str | None:
+def can_run(config: Config, M: int, N: int, K: int, chip: Chip = SM90) -> str | None:
     """None when the kernel can run x (M, K) with a prepared weight (N, K), else the reason. M as padded to 8."""
-    if M % 8 or not 8 <= M <= 128:
-        return f"M = {M} rows a tile is not a multiple of 8 from 8 to 128"
-    if config.tile_n not in (64, 128) or N % config.tile_n:
-        return f"N = {N} is not a multiple of tile_n = {config.tile_n} (64 or 128); prepare_weights pads to 64"
+    if M % 8 or not 8 <= M <= chip.max_tokens:
+        return f"M = {M} rows a tile is not a multiple of 8 from 8 to {chip.max_tokens}"
+    if config.tile_n not in chip.rows or N % config.tile_n:
+        sizes = " or ".join(map(str, chip.rows))
+        return (
+            f"N = {N} is not a multiple of tile_n = {config.tile_n} ({sizes}); prepare_weights pads to {chip.rows[0]}"
+        )
     if K % BLOCK:
         return f"K = {K} is not a multiple of {BLOCK}"
     if not 1 <= config.splits <= min(8, K // BLOCK):
         return f"splits = {config.splits} is not in 1 ... {min(8, K // BLOCK)}: a cluster has 8 blocks, K = {K}"
+    if config.warpgroups == 2 and chip is not SM90:
+        return f"warpgroups = 2 is not written for compute capability {chip.capability}"
     if config.warpgroups not in (1, 2) or M % (8 * config.warpgroups):
         return f"warpgroups = {config.warpgroups} is not 1, or 2 with M = {M} a multiple of 16"
     if config.splits > 1 and owners_of(config.splits, M) % config.warpgroups:
@@ -69,11 +75,12 @@ def can_run(config: Config, M: int, N: int, K: int) -> str | None:
     return None
 
 
-def default_config(M: int, N: int, K: int) -> Config:
+def default_config(M: int, N: int, K: int, chip: Chip = SM90) -> Config:
     """Many small blocks: about two and a half to an SM; measured choices go to tuned/<device>.json instead."""
-    splits = next((s for s in (1, 2, 4) if N // 64 * s >= 2 * NUM_SMS), 8)
+    tile_n = chip.rows[0]
+    splits = next((s for s in (1, 2, 4) if N // tile_n * s >= 2 * chip.num_sms), 8)
     splits = max(1, min(splits, K // BLOCK // 2))
-    return Config(64, splits, max(1, min(3 if M > 32 else 4, K // BLOCK // splits)))
+    return Config(tile_n, splits, max(1, min(3 if M > 32 else 4, K // BLOCK // splits)))
 
 
 def configs_to_try(M: int, N: int, K: int) -> list[Config]:

@@ -19,33 +19,37 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from .. import _tuned
-from .._dispatch import need_capability
+from .._chip import SM90, Chip, broadcast
 from .._mosaic import LANE, load, tiled
 from ..prepare import prepare_weights
 from ..quantize_blocks.mosaic_sm90 import quantize_rows
 from ..types import BLOCK, BlockScaled
 from .config import Config, can_run, default_config, owners_of, scale_rows_of
 
-MAX_TILE_M = 128
 
-
-def why_not(M: int, N: int, K: int, config: Config | None = None) -> str | None:
-    """None when this kernel can run here and now, else the reason."""
-    tile_m, rows = tile_of(M), -(-N // 64) * 64
-    return need_capability("9.0") or can_run(config or pick(tile_m, rows, K), tile_m, rows, K)
+def why_not(M: int, N: int, K: int, config: Config | None = None, chip: Chip = SM90) -> str | None:
+    """None when this kernel can run these shapes, else the reason."""
+    tile_m, rows = tile_of(M, chip), _rows(N, chip)
+    config = config or pick(tile_m, rows, K, chip)
+    return can_run(config, tile_m, rows, K, chip)
 
 
 def block_scaled_matmul(
-    x_MK: jax.Array | BlockScaled, w_NK: BlockScaled, out_dtype: jnp.dtype, config: Config | None = None, interpret=None
+    x_MK: jax.Array | BlockScaled,
+    w_NK: BlockScaled,
+    out_dtype: jnp.dtype,
+    config: Config | None = None,
+    interpret=None,
+    chip: Chip = SM90,
 ) -> jax.Array:
     """(M, K) x (N, K) -> (M, N). A weight that is not prepared is padded here, at the price of copying it."""
     M, K = x_MK.shape
-    config = config or pick(tile_of(M), -(-w_NK.shape[0] // 64) * 64, K)
+    config = config or pick(tile_of(M, chip), _rows(w_NK.shape[0], chip), K, chip)
     if isinstance(x_MK, BlockScaled):
         values, scale_KbM = transposed_scales(x_MK)
     else:
         values, scale_KbM = quantize_rows(x_MK, interpret, early=config.early)
-    return multiply_rows(values, scale_KbM, w_NK, M, out_dtype, config, interpret)
+    return multiply_rows(values, scale_KbM, w_NK, M, out_dtype, config, interpret, chip)
 
 
 def transposed_scales(x_MK: BlockScaled) -> tuple[jax.Array, jax.Array]:
@@ -65,37 +69,51 @@ def multiply_rows(
     out_dtype: jnp.dtype,
     config: Config | None = None,
     interpret=None,
+    chip: Chip = SM90,
 ) -> jax.Array:
     """The first M rows of e4m3 values (M to 8, K) with scales (K / 128 or more, M to 8 or more) times w^T: (M, N)."""
     N, K = w_NK.shape
-    w_NK = prepare_weights(w_NK, "block_scaled_matmul")
-    tile_m, rows = tile_of(M), w_NK.values_NK.shape[0]
+    w_NK = prepare_weights(w_NK, "block_scaled_matmul", chip.capability)
+    tile_m, rows = tile_of(M, chip), w_NK.values_NK.shape[0]
     tiled_rows = -(-M // tile_m) * tile_m
     values_MK = values_MK[:tiled_rows]
     more = tiled_rows - values_MK.shape[0]
     values_MK = jnp.pad(values_MK, ((0, more), (0, 0)))
     scale_KbM = jnp.pad(scale_KbM, ((0, 0), (0, max(0, tiled_rows - scale_KbM.shape[1]))))
-    config = config or pick(tile_m, rows, K)
-    if reason := can_run(config, tile_m, rows, K):
+    config = config or pick(tile_m, rows, K, chip)
+    if reason := can_run(config, tile_m, rows, K, chip):
         raise NotImplementedError(f"block_scaled_matmul: {reason}")
-    y = launch(values_MK, scale_KbM, w_NK, M, out_dtype, tile_m, config, interpret)
+    y = launch(values_MK, scale_KbM, w_NK, M, out_dtype, tile_m, config, interpret, chip)
     return y[:M, :N]
 
 
-def pick(tile_m: int, rows: int, K: int) -> Config:
+def pick(tile_m: int, rows: int, K: int, chip: Chip = SM90) -> Config:
     """The measured choice for this device and shape, else the default."""
     fields = _tuned.lookup("block_scaled_matmul", _tuned.bucket(tile_m), rows, K)
-    return default_config(tile_m, rows, K) if fields is None else Config(**fields)
+    return default_config(tile_m, rows, K, chip) if fields is None else Config(**fields)
 
 
-def tile_of(M: int) -> int:
-    """Rows of one tile: M rounded up to 8, in equal tiles of at most 128."""
-    tiles = -(-M // MAX_TILE_M)
+def tile_of(M: int, chip: Chip = SM90) -> int:
+    """Rows of one tile: M rounded up to 8, in equal tiles of at most what the chip's registers hold."""
+    tiles = -(-M // chip.max_tokens)
     return -(-M // (8 * tiles)) * 8
 
 
+def _rows(N: int, chip: Chip) -> int:
+    """Rows of a prepared weight."""
+    return -(-N // chip.rows[0]) * chip.rows[0]
+
+
 def launch(
-    x_MK, x_scale_KbM, weight: BlockScaled, wanted: int, out_dtype, tile_m: int, config: Config, interpret=None
+    x_MK,
+    x_scale_KbM,
+    weight: BlockScaled,
+    wanted: int,
+    out_dtype,
+    tile_m: int,
+    config: Config,
+    interpret=None,
+    chip: Chip = SM90,
 ) -> jax.Array:
     """The kernel and no other operation: `wanted` rows when fewer than 8, else all of x's, by all of the weight's.
 
@@ -110,13 +128,11 @@ def launch(
     share = tile_m // owners if splits > 1 else tokens
     stages = min(config.stages, num_steps // splits)
     scale_rows = scale_rows_of(num_steps, splits)
+    chip_types = chip.scratch((tile_n, tokens), 1)
 
     def body(x_gmem, x_scale_gmem, w_gmem, w_scale_gmem, y_gmem, *scratch):
-        (x_smem, w_smem, x_scale_smem, w_scale_smem, y_smem), (loaded, read, scales_loaded), rest = (
-            scratch[:5],
-            scratch[5:8],
-            scratch[8:],
-        )
+        x_smem, w_smem, x_scale_smem, w_scale_smem, y_smem, loaded, read, scales_loaded, *rest = scratch
+        chip_scratch, cluster_scratch = rest[: len(chip_types)], rest[len(chip_types) :]
         tile = lax.axis_index("tile")
         split = lax.axis_index("split") if splits > 1 else jnp.int32(0)
         half = lax.axis_index("half") if warpgroups > 1 else jnp.int32(0)
@@ -155,11 +171,8 @@ def launch(
             slot = lax.rem(i, stages)
             plgpu.barrier_wait(loaded.at[slot])
 
-            def multiply(acc):
-                plgpu.wgmma(acc, w_smem.at[slot], x_smem.at[slot, half].T)
-                return acc[...]  # waits: this warpgroup has read the slot
-
-            partial = pl.run_scoped(multiply, plgpu.WGMMAAccumulatorRef((tile_n, tokens), jnp.float32))
+            # This warpgroup has read the slot when it has the product.
+            (partial,) = chip.products([(w_smem.at[slot], x_smem.at[slot, half].T)], (tile_n, tokens), chip_scratch)
 
             @pl.when(i + stages < steps)
             def _refill():
@@ -174,16 +187,16 @@ def launch(
                     fetch_x(i + stages, slot)
 
             row = x_scale_smem.at[first - scales_from + i, pl.ds(half * tokens, tokens)]
-            scale = lax.broadcast_in_dim(load(row, plgpu.Layout.WGMMA.reduce(0)), (tile_n, tokens), (1,))
+            scale = broadcast(load(row, chip.layout.reduce(0)), (tile_n, tokens), 1, chip)
             return total + partial * (scale * w_scale_smem[first + i])
 
-        zeros = plgpu.layout_cast(jnp.zeros((tile_n, tokens), jnp.float32), plgpu.Layout.WGMMA)
+        zeros = plgpu.layout_cast(jnp.zeros((tile_n, tokens), jnp.float32), chip.layout)
         total = lax.fori_loop(0, steps, step, zeros)
         if config.early:
             plgpu.griddepcontrol_launch_dependents()
 
         def store(total, part, row):
-            y_smem.at[part].T[...] = plgpu.layout_cast(total.astype(out_dtype), plgpu.Layout.WGMMA_TRANSPOSED)
+            y_smem.at[part].T[...] = plgpu.layout_cast(total.astype(out_dtype), chip.transposed)
             plgpu.commit_smem()
             if few:
                 plgpu.copy_smem_to_gmem(y_smem.at[part, pl.ds(0, wanted)], y_gmem.at[:, columns])
@@ -194,7 +207,7 @@ def launch(
         if splits == 1:
             store(total, half, half * tokens)
             return
-        pushed_smem, pushed = rest
+        pushed_smem, pushed = cluster_scratch
         of_half = owners // warpgroups  # owners of this warpgroup's tokens
         for owner in range(of_half):
             plgpu.async_store_smem(
@@ -208,9 +221,9 @@ def launch(
         @pl.when((half == 0) & (split < owners))
         def _combine():
             plgpu.barrier_wait(pushed)
-            everything = load(pushed_smem.at[0], plgpu.Layout.WGMMA)
+            everything = load(pushed_smem.at[0], chip.layout)
             for other in range(1, splits):  # in this order, whatever arrived first: the same bits every time
-                everything += load(pushed_smem.at[other], plgpu.Layout.WGMMA)
+                everything += load(pushed_smem.at[other], chip.layout)
             store(everything, 0, split * share)
 
     stored = (warpgroups if splits == 1 else 1, share, tile_n)
@@ -223,6 +236,7 @@ def launch(
         plgpu.Barrier(num_arrivals=1 + warpgroups, num_barriers=stages),
         plgpu.Barrier(num_arrivals=warpgroups, num_barriers=stages),
         plgpu.Barrier(num_arrivals=2),
+        *chip_types,
     ]
     mesh: dict = {"grid": ((M // tile_m) * (N // tile_n),), "grid_names": ("tile",)}
     if splits > 1:

@@ -6,10 +6,11 @@ import jax
 
 from .. import _dispatch
 from ..types import ScaledKV
-from . import mosaic_sm90, reference
+from . import mosaic_sm90, mosaic_sm100, reference
 from .config import Config
 
 OP = "decode_attention"
+KERNELS = {_dispatch.HOPPER: mosaic_sm90, _dispatch.BLACKWELL: mosaic_sm100}
 
 
 def decode_attention(
@@ -42,9 +43,9 @@ def decode_attention(
     """
     check_operands(q_BHd, k_cache, v_cache, lengths_B)
     factor = q_BHd.shape[2] ** -0.5 if scale is None else scale
-    taken = _dispatch.choose(OP, backend, lambda: mosaic_sm90.why_not(q_BHd, k_cache, config))
-    if taken is _dispatch.Backend.MOSAIC:
-        return mosaic_sm90.decode_attention(q_BHd, k_cache, v_cache, lengths_B, factor, config)
+    kernel = _dispatch.choose(OP, backend, KERNELS, lambda kernel: kernel.why_not(q_BHd, k_cache, config))
+    if kernel:
+        return kernel.decode_attention(q_BHd, k_cache, v_cache, lengths_B, factor, config)
     return reference.decode_attention(q_BHd, k_cache, v_cache, lengths_B, factor)
 
 

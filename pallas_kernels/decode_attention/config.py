@@ -1,16 +1,18 @@
-"""Tile choices of the Hopper kernel: a frozen Config, one function that says what it needs, one that picks."""
+"""Tile choices of the kernel: a frozen Config, one function that says what it needs, one that picks."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Literal
 
+from .._chip import SM90, Chip
+
 SHARED_BYTES = 227 * 1024
 GROUP_ROWS = 8
-"""Query heads of one kv head, padded: columns of one wgmma."""
+"""Query heads of one kv head, padded: columns of one product."""
 LSE_ROW = 32
 """Float32 of one part's log-sum-exps: 128 bytes, the least a bulk copy moves."""
-NUM_SMS = 132
+NUM_SMS = SM90.num_sms
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +21,8 @@ class Config:
 
     block_kv: positions of one step. splits: blocks that share the live positions of one (slot, kv head).
     stages: depth of the ring of key and value tiles in shared memory.
-    keys_in: where wgmma reads widened FP8 keys. "shared" is also what the GPU interpreter can run.
+    keys_in: where the tensor core reads widened FP8 keys: registers (Hopper alone) or shared memory. "shared" is also
+      what the GPU interpreter can run.
     """
 
     block_kv: int = 64
@@ -36,14 +39,16 @@ def shared_bytes(config: Config, d: int, kv_bytes: int) -> int:
     return ring + widened + GROUP_ROWS * (config.block_kv * 2 + d * (2 + 4 + 2)) + LSE_ROW * 4
 
 
-def can_run(config: Config, H: int, G: int, S: int, d: int, kv_bytes: int) -> str | None:
+def can_run(config: Config, H: int, G: int, S: int, d: int, kv_bytes: int, chip: Chip = SM90) -> str | None:
     """None when the kernel can run these shapes, else the reason. kv_bytes: 2 for bfloat16, 1 for ScaledKV."""
-    if d not in (64, 128):
-        return f"head width {d} is neither 64 nor 128"
+    if d not in chip.rows:
+        return f"head width {d} is not {' or '.join(map(str, chip.rows))}"
     if H // G > GROUP_ROWS:
         return f"{H // G} query heads a kv head are more than {GROUP_ROWS}"
-    if config.block_kv not in (64, 128) or S % config.block_kv:
-        return f"S = {S} is not a multiple of block_kv = {config.block_kv} (64 or 128)"
+    if config.block_kv not in chip.rows or S % config.block_kv:
+        return f"S = {S} is not a multiple of block_kv = {config.block_kv} ({' or '.join(map(str, chip.rows))})"
+    if kv_bytes == 1 and config.keys_in == "registers" and chip is not SM90:
+        return f"keys_in = 'registers' is not possible on compute capability {chip.capability}"
     if config.splits < 1 or config.stages < 1:
         return f"splits = {config.splits} and stages = {config.stages} must be at least 1"
     if (used := shared_bytes(config, d, kv_bytes)) > SHARED_BYTES - 4096:
@@ -51,12 +56,12 @@ def can_run(config: Config, H: int, G: int, S: int, d: int, kv_bytes: int) -> st
     return None
 
 
-def default_config(B: int, G: int, S: int) -> Config:
+def default_config(B: int, G: int, S: int, chip: Chip = SM90) -> Config:
     """At least one block to an SM, none shorter than one step: more parts cost more merging than they win."""
-    splits = 1
-    while B * G * splits < NUM_SMS and 2 * splits * 64 <= S and splits < 16:
+    splits, block_kv = 1, chip.rows[0]
+    while B * G * splits < chip.num_sms and 2 * splits * block_kv <= S and splits < 16:
         splits *= 2
-    return Config(splits=splits)
+    return Config(block_kv, splits, keys_in="registers" if chip is SM90 else "shared")
 
 
 def configs_to_try(B: int, H: int, G: int, S: int, d: int, kv_bytes: int) -> list[Config]:

@@ -26,33 +26,38 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from .. import _tuned
-from .._dispatch import need_capability
+from .._chip import SM90, Chip, broadcast
 from .._mosaic import LANE, load, tiled
 from ..types import ScaledKV
 from .config import GROUP_ROWS, LSE_ROW, Config, can_run, default_config
 
-_ROW, _COLUMN = plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA.reduce(0)
 
-
-def why_not(q_BHd, k_cache, config: Config | None = None) -> str | None:
-    """None when this kernel can run here and now, else the reason."""
+def why_not(q_BHd, k_cache, config: Config | None = None, chip: Chip = SM90) -> str | None:
+    """None when this kernel can run these shapes, else the reason."""
     fp8 = isinstance(k_cache, ScaledKV)
     if not fp8 and k_cache.dtype != jnp.bfloat16:
         return f"the cache is {k_cache.dtype}; the kernel reads bfloat16 or ScaledKV"
     if q_BHd.dtype != jnp.bfloat16:
         return f"q is {q_BHd.dtype}; the kernel reads bfloat16"
     (_, H, d), (_, G, S, _) = q_BHd.shape, k_cache.shape
-    return need_capability("9.0") or can_run(config or pick(k_cache), H, G, S, d, 1 if fp8 else 2)
+    return can_run(config or pick(k_cache, chip), H, G, S, d, 1 if fp8 else 2, chip)
 
 
 def decode_attention(
-    q_BHd: jax.Array, k_cache, v_cache, lengths_B: jax.Array, scale: float, config: Config | None = None, interpret=None
+    q_BHd: jax.Array,
+    k_cache,
+    v_cache,
+    lengths_B: jax.Array,
+    scale: float,
+    config: Config | None = None,
+    interpret=None,
+    chip: Chip = SM90,
 ) -> jax.Array:
     """(B, H, d) bfloat16 -> (B, H, d) bfloat16 over a bfloat16 or ScaledKV cache."""
     (B, H, d), (_, G, S, _) = q_BHd.shape, k_cache.shape
     fp8 = isinstance(k_cache, ScaledKV)
-    config = config or pick(k_cache)
-    if reason := can_run(config, H, G, S, d, 1 if fp8 else 2):
+    config = config or pick(k_cache, chip)
+    if reason := can_run(config, H, G, S, d, 1 if fp8 else 2, chip):
         raise NotImplementedError(f"decode_attention: {reason}")
     if fp8:
         most = float(jnp.finfo(jnp.float16).max)
@@ -61,7 +66,7 @@ def decode_attention(
     caches = (
         (k_cache.values_BGSd, v_cache.values_BGSd, k_cache.scale_BGS, v_cache.scale_BGS) if fp8 else (k_cache, v_cache)
     )
-    o, lse = launch(q_BGRd, caches, lengths_B.astype(jnp.int32), H // G, scale, config, interpret)
+    o, lse = launch(q_BGRd, caches, lengths_B.astype(jnp.int32), H // G, scale, config, interpret, chip)
     if config.splits > 1:
         lse = lse[..., : H // G]
         top = jnp.max(lse, axis=2, keepdims=True)
@@ -71,15 +76,15 @@ def decode_attention(
     return o.reshape(B, H, d).astype(jnp.bfloat16)
 
 
-def pick(k_cache) -> Config:
+def pick(k_cache, chip: Chip = SM90) -> Config:
     """The measured choice for this device and shape, else the default."""
     B, G, S, d = k_cache.shape
     kind = "float8" if isinstance(k_cache, ScaledKV) else "bfloat16"
     fields = _tuned.lookup("decode_attention", B, G, S, d, kind)
-    return default_config(B, G, S) if fields is None else Config(**fields)
+    return default_config(B, G, S, chip) if fields is None else Config(**fields)
 
 
-def launch(q_BGRd, caches, lengths_B, heads: int, scale: float, config: Config, interpret=None):
+def launch(q_BGRd, caches, lengths_B, heads: int, scale: float, config: Config, interpret=None, chip: Chip = SM90):
     """The kernel and no other operation: (o, log-sum-exp).
 
     One split gives o (B * G * heads, d) bfloat16; more give each part's own average.
@@ -92,14 +97,18 @@ def launch(q_BGRd, caches, lengths_B, heads: int, scale: float, config: Config, 
     to_log2 = scale * math.log2(math.e)
     tile = (block_kv, GROUP_ROWS)
     wide, f32 = q_BGRd.dtype, jnp.float32
+    row_layout = chip.layout.reduce(1)
+    logits_types, weighed_types = chip.scratch(tile, 1), chip.scratch((d, GROUP_ROWS), 1)
 
     def over_rows(row):
         """(8,) to (block_kv, 8)."""
-        return lax.broadcast_in_dim(row, tile, (1,))
+        return broadcast(row, tile, 1, chip)
 
     def body(q_gmem, lengths_gmem, *refs):
         gmem, (o_gmem, lse_gmem), scratch = refs[: len(caches)], refs[len(caches) :][:2], refs[len(caches) + 2 :]
-        q_smem, p_smem, o_smem, narrow_smem, lse_smem, loaded, q_loaded, *rings = scratch
+        q_smem, p_smem, o_smem, narrow_smem, lse_smem, loaded, q_loaded, *rest = scratch
+        logits_scratch, rest = rest[: len(logits_types)], rest[len(logits_types) :]
+        weighed_scratch, rings = rest[: len(weighed_types)], rest[len(weighed_types) :]
         head = lax.axis_index("head")
         b, g = lax.div(head, G), lax.rem(head, G)
         split = lax.axis_index("split")
@@ -151,30 +160,24 @@ def launch(q_BGRd, caches, lengths_B, heads: int, scale: float, config: Config, 
                     v_smem[...] = jnp.where(channel_row < left, v, jnp.zeros_like(v))
                     plgpu.commit_smem()
 
-            def multiply(acc):
-                plgpu.wgmma(acc, k, q_smem.T)
-                return acc[...]
-
-            logits = pl.run_scoped(multiply, plgpu.WGMMAAccumulatorRef(tile, f32)) * to_log2
+            (logits,) = chip.products([(k, q_smem.T)], tile, logits_scratch)
+            logits = logits * to_log2
             if fp8:
-                v_scale = lax.broadcast_in_dim(load(rings[3].at[slot], _ROW), tile, (0,))
-                logits = logits * lax.broadcast_in_dim(load(rings[2].at[slot], _ROW), tile, (0,)) + jnp.log2(v_scale)
-            live = plgpu.broadcasted_iota(jnp.int32, tile, 0, layout=plgpu.Layout.WGMMA) < left
+                v_scale = broadcast(load(rings[3].at[slot], row_layout), tile, 0, chip)
+                k_scale = broadcast(load(rings[2].at[slot], row_layout), tile, 0, chip)
+                logits = logits * k_scale + jnp.log2(v_scale)
+            live = plgpu.broadcasted_iota(jnp.int32, tile, 0, layout=chip.layout) < left
             logits = jnp.where(live, logits, -jnp.inf)
             new_top = jnp.maximum(top, jnp.max(logits, axis=0))
             shrink = jnp.exp2(top - new_top)
             p = jnp.exp2(logits - over_rows(new_top))
             total = total * over_rows(shrink) + (jnp.where(live, p / v_scale, 0.0) if fp8 else p)
-            p_smem.T[...] = plgpu.layout_cast(p.astype(wide), plgpu.Layout.WGMMA_TRANSPOSED)
+            p_smem.T[...] = plgpu.layout_cast(p.astype(wide), chip.transposed)
             plgpu.commit_smem()
 
-            def weigh(acc):
-                plgpu.wgmma(acc, v_smem.T, p_smem.T)
-                return acc[...]
-
-            o = o * lax.broadcast_in_dim(shrink, o.shape, (1,)) + pl.run_scoped(
-                weigh, plgpu.WGMMAAccumulatorRef(o.shape, f32)
-            )
+            o = o * broadcast(shrink, o.shape, 1, chip)
+            (weighed,) = chip.products([(v_smem.T, p_smem.T)], o.shape, weighed_scratch)
+            o += weighed
 
             @pl.when(i + stages < steps)
             def _next():
@@ -187,15 +190,15 @@ def launch(q_BGRd, caches, lengths_B, heads: int, scale: float, config: Config, 
             steps,
             step,
             (
-                plgpu.layout_cast(jnp.zeros((d, GROUP_ROWS), f32), plgpu.Layout.WGMMA),
-                plgpu.layout_cast(jnp.full((GROUP_ROWS,), -jnp.inf, f32), _COLUMN),
-                plgpu.layout_cast(jnp.zeros(tile, f32), plgpu.Layout.WGMMA),
+                plgpu.layout_cast(jnp.zeros((d, GROUP_ROWS), f32), chip.layout),
+                plgpu.layout_cast(jnp.full((GROUP_ROWS,), -jnp.inf, f32), chip.layout.reduce(0)),
+                plgpu.layout_cast(jnp.zeros(tile, f32), chip.layout),
             ),
         )
         total = jnp.sum(total, axis=0)
         safe = jnp.where(total == 0.0, 1.0, total)
-        average = o / lax.broadcast_in_dim(safe, o.shape, (1,))
-        o_smem.T[...] = plgpu.layout_cast(average, plgpu.Layout.WGMMA_TRANSPOSED)
+        average = o / broadcast(safe, o.shape, 1, chip)
+        o_smem.T[...] = plgpu.layout_cast(average, chip.transposed)
         if splits == 1:
             rows = load(o_smem, plgpu.Layout.WG_STRIDED(o_smem.shape, vec_size=4), optimized=False)
             narrow_smem[...] = rows.astype(jnp.bfloat16)
@@ -219,6 +222,8 @@ def launch(q_BGRd, caches, lengths_B, heads: int, scale: float, config: Config, 
         plgpu.SMEM((LSE_ROW,), f32),
         plgpu.Barrier(num_arrivals=len(caches), num_barriers=stages),
         plgpu.Barrier(),
+        *logits_types,
+        *weighed_types,
         ring(caches[0].dtype),
         ring(caches[1].dtype),
     ]

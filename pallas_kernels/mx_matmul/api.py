@@ -8,10 +8,12 @@ import jax.numpy as jnp
 from .. import _dispatch
 from ..quantize_mx.api import quantize_mx
 from ..types import MX_BLOCK, MxScaled
-from . import mosaic_sm90, reference
+from . import mosaic_sm90, mosaic_sm100, reference
 from .config import Config
+from .config_sm100 import Config as BlackwellConfig
 
 OP = "mx_matmul"
+KERNELS = {_dispatch.HOPPER: mosaic_sm90, _dispatch.BLACKWELL: mosaic_sm100}
 
 
 def mx_matmul(
@@ -20,7 +22,7 @@ def mx_matmul(
     *,
     out_dtype: jnp.dtype | None = None,
     backend: _dispatch.Backend | str | None = None,
-    config: Config | None = None,
+    config: Config | BlackwellConfig | None = None,
 ) -> jax.Array:
     """y = x w^T with OCP MXFP8 operands (e4m3 values, one E8M0 scale per 32 columns).
 
@@ -29,7 +31,7 @@ def mx_matmul(
       w_NK: (N, K) quantised by `quantize_mx`, or prepared by `prepare_weights`; any N.
       out_dtype: type of y; None means x's type, bfloat16 when x is already quantised.
       backend: None, "reference" or "mosaic" (K a multiple of 128).
-      config: tile choices of the mosaic kernel; None takes the default for the shape.
+      config: tile choices of the chip's mosaic kernel; None takes the default for the shape.
 
     Returns:
       y_MN. Row m depends on row m of x alone.
@@ -51,7 +53,7 @@ def mx_matmul(
         out_dtype = jnp.bfloat16 if isinstance(x_MK, MxScaled) else x_MK.dtype
     x_MK = x_MK if isinstance(x_MK, MxScaled) else quantize_mx(x_MK)
     M = x_MK.shape[0]
-    taken = _dispatch.choose(OP, backend, lambda: mosaic_sm90.why_not(M, w_NK.shape[0], width, config))
-    if taken is _dispatch.Backend.MOSAIC:
-        return mosaic_sm90.mx_matmul(x_MK, w_NK, jnp.dtype(out_dtype), config)
+    kernel = _dispatch.choose(OP, backend, KERNELS, lambda kernel: kernel.why_not(M, w_NK.shape[0], width, config))
+    if kernel:
+        return kernel.mx_matmul(x_MK, w_NK, jnp.dtype(out_dtype), config)
     return reference.mx_matmul(x_MK, w_NK, jnp.dtype(out_dtype))

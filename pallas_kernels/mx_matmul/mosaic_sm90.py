@@ -20,7 +20,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from .. import _tuned
-from .._dispatch import need_capability
+from .._dispatch import HOPPER
 from .._mosaic import LANE, load, tiled
 from ..block_scaled_matmul.config import owners_of
 from ..prepare import prepare_weights
@@ -33,9 +33,9 @@ _TILE_OF_BLOCK = (plgpu.TilingTransform((8, MX_BLOCK)), plgpu.SwizzleTransform(M
 
 
 def why_not(M: int, N: int, K: int, config: Config | None = None) -> str | None:
-    """None when this kernel can run here and now, else the reason."""
+    """None when this kernel can run these shapes, else the reason."""
     tile_m, rows = _tile_m(M), -(-N // TILE_N) * TILE_N
-    return need_capability("9.0") or can_run(config or _pick(tile_m, rows, K), tile_m, rows, K)
+    return can_run(config or _pick(tile_m, rows, K), tile_m, rows, K)
 
 
 def mx_matmul(
@@ -43,14 +43,14 @@ def mx_matmul(
 ) -> jax.Array:
     """(M, K) x (N, K) -> (M, N). A weight that is not prepared is laid out here, at the price of copying it."""
     (M, K), N = x_MK.shape, w_NK.shape[0]
-    weight = prepare_weights(w_NK, "mx_matmul")
+    weight = prepare_weights(w_NK, "mx_matmul", HOPPER)
     tile_m, rows = _tile_m(M), weight.values_NK.shape[0]
     config = config or _pick(tile_m, rows, K)
     if reason := can_run(config, tile_m, rows, K):
         raise NotImplementedError(f"mx_matmul: {reason}")
     tiled_rows = -(-M // tile_m) * tile_m
     values_MK = jnp.pad(x_MK.values_NK[:M], ((0, tiled_rows - M), (0, 0)))
-    scale_KbM = jnp.pad(x_MK.scale_KbN[:, :M], ((0, 0), (0, scale_columns_of(tiled_rows) - M)))
+    scale_KbM = jnp.pad(x_MK.scale_rows[:M].T, ((0, 0), (0, scale_columns_of(tiled_rows) - M)))
     return _call(values_MK, scale_KbM, weight, out_dtype, tile_m, config, interpret)[:M, :N]
 
 
@@ -79,7 +79,7 @@ def _halves(byte: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def _call(x_MK, x_scale_KbM, weight: MxScaled, out_dtype, tile_m: int, config: Config, interpret):
-    w_NK, w_scale_KbN = weight.values_NK, weight.scale_KbN
+    w_NK, w_scale_KbN = weight.values_NK, weight.scale_NKb
     (M, K), N = x_MK.shape, w_NK.shape[0]
     num_steps, splits = K // STEP, config.splits
     owners = owners_of(splits, tile_m)

@@ -6,7 +6,9 @@ import jax
 
 from .. import _dispatch
 from ..types import BLOCK, BlockScaled
-from . import mosaic_sm90, reference
+from . import mosaic_sm90, mosaic_sm100, reference
+
+KERNELS = {_dispatch.HOPPER: mosaic_sm90, _dispatch.BLACKWELL: mosaic_sm100}
 
 
 def quantize_blocks(
@@ -32,7 +34,8 @@ def quantize_blocks(
         raise ValueError(f"quantize_blocks: x must be a matrix (N, K), got shape {x.shape}")
     if x.shape[1] % BLOCK or not x.shape[1]:
         raise ValueError(f"quantize_blocks: K must be a multiple of {BLOCK}, got K = {x.shape[1]} (shape {x.shape})")
-    if _dispatch.choose("quantize_blocks", backend, lambda: mosaic_sm90.why_not(block)) is _dispatch.Backend.MOSAIC:
-        values_MK, scale_KbM = mosaic_sm90.quantize_rows(x)
+    kernel = _dispatch.choose("quantize_blocks", backend, KERNELS, lambda kernel: kernel.why_not(block))
+    if kernel:
+        values_MK, scale_KbM = kernel.quantize_rows(x)
         return BlockScaled(values_MK[: x.shape[0]], scale_KbM[: x.shape[1] // BLOCK, : x.shape[0]].T)
     return reference.quantize_blocks(x, block)

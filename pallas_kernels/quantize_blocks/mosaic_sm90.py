@@ -14,7 +14,6 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from .._dispatch import need_capability
 from .._mosaic import LANE, LINE, load
 from ..types import BLOCK, E4M3_MAX
 from .reference import INVERSE_MAX, SMALLEST_SCALE
@@ -25,10 +24,8 @@ _LARGEST = float(jnp.finfo(jnp.float32).max)
 
 
 def why_not(block: tuple[int, int]) -> str | None:
-    """None when this kernel can run here and now, else the reason."""
-    if block != (1, BLOCK):
-        return f"the kernel has one scale per 1 x {BLOCK}; weights are quantised once, by XLA"
-    return need_capability("9.0")
+    """None when this kernel can make such blocks, else the reason."""
+    return None if block == (1, BLOCK) else f"it has one scale per 1 x {BLOCK}; weights are quantised once, by XLA"
 
 
 def scale_shape(M: int, K: int) -> tuple[int, int]:

@@ -6,10 +6,11 @@ import jax
 
 from .. import _dispatch
 from ..types import BLOCK, MX_BLOCK, BlockScaled, MxScaled
-from . import mosaic_sm90, reference
+from . import mosaic_sm90, mosaic_sm100, reference
 from .config import Config
 
 OP = "swiglu_mlp"
+KERNELS = {_dispatch.HOPPER: mosaic_sm90, _dispatch.BLACKWELL: mosaic_sm100}
 Weight = jax.Array | BlockScaled | MxScaled
 
 
@@ -52,8 +53,8 @@ def swiglu_mlp(
     multiple = BLOCK if BlockScaled in kinds else MX_BLOCK if MxScaled in kinds else 1
     if dim % multiple or ffn_dim % multiple:
         raise ValueError(f"{OP}: D and F must be multiples of {multiple}, got D = {dim}, F = {ffn_dim}")
-    taken = _dispatch.choose(OP, backend, lambda: mosaic_sm90.why_not(x_MD.shape[0], w_gate_up, w_down, config))
-    if taken is _dispatch.Backend.MOSAIC:
-        assert isinstance(w_gate_up, BlockScaled) and isinstance(w_down, BlockScaled)  # why_not has said so
-        return mosaic_sm90.swiglu_mlp(x_MD, w_gate_up, w_down, config)
+    M = x_MD.shape[0]
+    kernel = _dispatch.choose(OP, backend, KERNELS, lambda kernel: kernel.why_not(M, w_gate_up, w_down, config))
+    if kernel:
+        return kernel.swiglu_mlp(x_MD, w_gate_up, w_down, config)
     return reference.swiglu_mlp(x_MD, w_gate_up, w_down)

@@ -1,15 +1,14 @@
-"""Tile choices of the Hopper kernel of gate and up; w_down goes through block_scaled_matmul and its own config."""
+"""Tile choices of the kernel of gate and up; w_down goes through block_scaled_matmul and its own config."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Literal
 
+from .._chip import SM90, Chip
 from ..types import BLOCK
 
 SHARED_BYTES = 227 * 1024
-MAX_TILE_M = 64
-"""Rows of one tile: gate and up take two accumulators and two sums each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,7 +17,7 @@ class Config:
 
     blocks_per_group: blocks of one cluster that share a group of 128 columns of F, the width of a scale.
     stages: depth of the ring of 128-wide steps of D in shared memory.
-    warpgroups: 1, or 2 that share a block's weights and take half of a 64-row tile each.
+    warpgroups: 1, or on Hopper 2 that share a block's weights and take half of a 64-row tile each.
     early: start loading weights before the kernel that quantises x has ended (programmatic dependent launch).
     """
 
@@ -26,6 +25,11 @@ class Config:
     stages: int = 4
     warpgroups: Literal[1, 2] = 1
     early: bool = False
+
+
+def max_tile_m(chip: Chip = SM90) -> int:
+    """Rows of one tile: gate and up have a product and a sum each."""
+    return chip.max_tokens // 2
 
 
 def shared_bytes(config: Config, M: int, D: int) -> int:
@@ -37,16 +41,19 @@ def shared_bytes(config: Config, M: int, D: int) -> int:
     return ring + pushed + scales + BLOCK * M * (4 + 1)
 
 
-def can_run(config: Config, M: int, D: int, F: int) -> str | None:
+def can_run(config: Config, M: int, D: int, F: int, chip: Chip = SM90) -> str | None:
     """None when the kernel can run, else the reason. M: rows of one tile."""
-    if M % 8 or not 8 <= M <= MAX_TILE_M:
-        return f"M = {M} rows a tile is not a multiple of 8 from 8 to {MAX_TILE_M}"
+    most = max_tile_m(chip)
+    if M % 8 or not 8 <= M <= most:
+        return f"M = {M} rows a tile is not a multiple of 8 from 8 to {most}"
     if D % BLOCK or F % BLOCK or not D or not F:
         return f"D = {D} and F = {F} must be multiples of {BLOCK}"
     if config.blocks_per_group not in (1, 2):
         return f"blocks_per_group = {config.blocks_per_group} is neither 1 nor 2"
-    if config.warpgroups not in (1, 2) or (config.warpgroups == 2 and M != MAX_TILE_M):
-        return f"warpgroups = {config.warpgroups} is not 1, or 2 with M = {MAX_TILE_M} (here {M})"
+    if BLOCK // config.blocks_per_group not in chip.rows or (config.warpgroups == 2 and chip is not SM90):
+        return f"{config} is not written for compute capability {chip.capability}"
+    if config.warpgroups not in (1, 2) or (config.warpgroups == 2 and most != M):
+        return f"warpgroups = {config.warpgroups} is not 1, or 2 with M = {most} (here {M})"
     if config.stages < 1:
         return f"stages = {config.stages} must be at least 1"
     if (used := shared_bytes(config, M, D)) > SHARED_BYTES - 4096:
@@ -54,9 +61,9 @@ def can_run(config: Config, M: int, D: int, F: int) -> str | None:
     return None
 
 
-def default_config(M: int) -> Config:
+def default_config(M: int, chip: Chip = SM90) -> Config:
     """A shallow ring, so that two or three blocks share an SM; measured choices go to tuned/<device>.json instead."""
-    return Config(2, 3 if M > 32 else 4)
+    return Config(2 if chip.rows[0] < BLOCK else 1, 3 if M > 32 else 4)
 
 
 def configs_to_try(M: int, D: int, F: int) -> list[Config]:

@@ -18,62 +18,70 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from .. import _tuned
-from .._dispatch import need_capability
+from .._chip import SM90, Chip, broadcast
 from .._mosaic import LANE, load, tiled
 from ..block_scaled_matmul import mosaic_sm90 as matmul
 from ..prepare import prepare_weights
 from ..quantize_blocks.mosaic_sm90 import quantize_rows, scale_shape
 from ..quantize_blocks.reference import INVERSE_MAX, SMALLEST_SCALE
 from ..types import BLOCK, E4M3_MAX, BlockScaled
-from .config import MAX_TILE_M, Config, can_run, default_config
+from .config import Config, can_run, default_config, max_tile_m
 
-_ACC, _COLUMN = plgpu.Layout.WGMMA, plgpu.Layout.WGMMA.reduce(0)
 _LARGEST = float(jnp.finfo(jnp.float32).max)
 
 
-def why_not(M: int, w_gate_up, w_down, config: Config | None = None) -> str | None:
-    """None when these kernels can run here and now, else the reason."""
+def why_not(M: int, w_gate_up, w_down, config: Config | None = None, chip: Chip = SM90) -> str | None:
+    """None when these kernels can run these shapes, else the reason."""
     if not (isinstance(w_gate_up, BlockScaled) and isinstance(w_down, BlockScaled)):
         return f"the weights are {type(w_gate_up).__name__}; the kernel reads BlockScaled"
     D, F = w_down.shape
-    tile_m = _tile_m(M)
-    return need_capability("9.0") or can_run(config or _pick(tile_m, D, F), tile_m, D, F) or matmul.why_not(M, D, F)
+    tile_m = _tile_m(M, chip)
+    reason = can_run(config or _pick(tile_m, D, F, chip), tile_m, D, F, chip)
+    return reason or matmul.why_not(M, D, F, chip=chip)
 
 
 def swiglu_mlp(
-    x_MD: jax.Array, w_gate_up: BlockScaled, w_down: BlockScaled, config: Config | None = None, interpret=None
+    x_MD: jax.Array,
+    w_gate_up: BlockScaled,
+    w_down: BlockScaled,
+    config: Config | None = None,
+    interpret=None,
+    chip: Chip = SM90,
 ) -> jax.Array:
     """(M, D) -> (M, D) in x's type."""
-    values, scale_KbM = gate_up(x_MD, w_gate_up, config, interpret)
-    return matmul.multiply_rows(values, scale_KbM, w_down, x_MD.shape[0], x_MD.dtype, interpret=interpret)
+    values, scale_KbM = gate_up(x_MD, w_gate_up, config, interpret, chip)
+    return matmul.multiply_rows(values, scale_KbM, w_down, x_MD.shape[0], x_MD.dtype, interpret=interpret, chip=chip)
 
 
 def gate_up(
-    x_MD: jax.Array, w_gate_up: BlockScaled, config: Config | None = None, interpret=None
+    x_MD: jax.Array, w_gate_up: BlockScaled, config: Config | None = None, interpret=None, chip: Chip = SM90
 ) -> tuple[jax.Array, jax.Array]:
     """silu(gate) * up of (M, D): e4m3 (M rounded up to 8, F) and scale_FbM (`scale_shape(M, F)`) float32."""
     M, D = x_MD.shape
     F = w_gate_up.shape[0] // 2
-    tile_m = _tile_m(M)
-    config = config or _pick(tile_m, D, F)
-    if reason := can_run(config, tile_m, D, F):
+    tile_m = _tile_m(M, chip)
+    config = config or _pick(tile_m, D, F, chip)
+    if reason := can_run(config, tile_m, D, F, chip):
         raise NotImplementedError(f"swiglu_mlp: {reason}")
+    if (-(-M // 8) * 8) % tile_m:
+        x_MD = jnp.pad(x_MD, ((0, -M % tile_m), (0, 0)))
     values, scale_KbM = quantize_rows(x_MD, interpret, early=config.early)
-    return _gate_up(values, scale_KbM, prepare_weights(w_gate_up, "swiglu_mlp"), tile_m, config, interpret)
+    weight = prepare_weights(w_gate_up, "swiglu_mlp", chip.capability)
+    return _gate_up(values, scale_KbM, weight, tile_m, config, interpret, chip)
 
 
-def _tile_m(M: int) -> int:
-    """Rows of one tile: M rounded up to 8, or 64."""
-    return min(-(-M // 8) * 8, MAX_TILE_M)
+def _tile_m(M: int, chip: Chip = SM90) -> int:
+    """Rows of one tile: M rounded up to 8, or the most that fit."""
+    return min(-(-M // 8) * 8, max_tile_m(chip))
 
 
-def _pick(tile_m: int, D: int, F: int) -> Config:
+def _pick(tile_m: int, D: int, F: int, chip: Chip = SM90) -> Config:
     """The measured choice for this device and shape, else the default."""
     fields = _tuned.lookup("swiglu_mlp", _tuned.bucket(tile_m), D, F)
-    return default_config(tile_m) if fields is None else Config(**fields)
+    return default_config(tile_m, chip) if fields is None else Config(**fields)
 
 
-def _gate_up(x_MD, x_scale_KbM, w_gate_up: BlockScaled, tile_m: int, config: Config, interpret):
+def _gate_up(x_MD, x_scale_KbM, w_gate_up: BlockScaled, tile_m: int, config: Config, interpret, chip: Chip):
     M, D = x_MD.shape
     w_NK, w_scale_NbKb = w_gate_up.values_NK, w_gate_up.scale_NbKb
     F = w_NK.shape[0] // 2
@@ -82,13 +90,15 @@ def _gate_up(x_MD, x_scale_KbM, w_gate_up: BlockScaled, tile_m: int, config: Con
     tokens = tile_m // warpgroups
     stages = min(config.stages, steps)
     tile = (columns, tokens)
+    chip_types = chip.scratch(tile, 2)
     f32, fp8 = jnp.float32, x_MD.dtype
     scales = scale_shape(M, F)
-    line = min(scales[1], MAX_TILE_M) // warpgroups
+    line = min(scales[1], max_tile_m(chip)) // warpgroups
 
     def body(x_gmem, x_scale_gmem, w_gmem, w_scale_gmem, a_gmem, a_scale_gmem, *scratch):
         (x_smem, w_smem, x_scale_smem, w_scale_smem, y_smem, a_smem, row_smem), rest = scratch[:7], scratch[7:]
-        loaded, read, scales_loaded, *cluster_scratch = rest
+        loaded, read, scales_loaded, *rest = rest
+        chip_scratch, cluster_scratch = rest[: len(chip_types)], rest[len(chip_types) :]
         group = lax.axis_index("group")
         part = lax.axis_index("part") if blocks > 1 else jnp.int32(0)
         half = lax.axis_index("half") if warpgroups > 1 else jnp.int32(0)
@@ -126,14 +136,9 @@ def _gate_up(x_MD, x_scale_KbM, w_gate_up: BlockScaled, tile_m: int, config: Con
             slot = lax.rem(i, stages)
             plgpu.barrier_wait(loaded.at[slot])
 
-            def multiply(gate_acc, up_acc):
-                plgpu.wgmma(gate_acc, w_smem.at[slot, 0], x_smem.at[slot, half].T)
-                plgpu.wgmma(up_acc, w_smem.at[slot, 1], x_smem.at[slot, half].T)
-                return gate_acc[...], up_acc[...]  # waits: this warpgroup has read the slot
-
-            partials = pl.run_scoped(
-                multiply, plgpu.WGMMAAccumulatorRef(tile, f32), plgpu.WGMMAAccumulatorRef(tile, f32)
-            )
+            # This warpgroup has read the slot when it has the products.
+            pairs = [(w_smem.at[slot, side], x_smem.at[slot, half].T) for side in range(2)]
+            partials = chip.products(pairs, tile, chip_scratch)
 
             @pl.when(i + stages < steps)
             def _refill():
@@ -147,14 +152,14 @@ def _gate_up(x_MD, x_scale_KbM, w_gate_up: BlockScaled, tile_m: int, config: Con
                     fetch_w(i + stages, slot)
                     fetch_x(i + stages, slot)
 
-            x_scale = load(x_scale_smem.at[i, pl.ds(half * tokens, tokens)], _COLUMN)
-            x_scale = lax.broadcast_in_dim(x_scale, tile, (1,))
+            x_scale = load(x_scale_smem.at[i, pl.ds(half * tokens, tokens)], chip.layout.reduce(0))
+            x_scale = broadcast(x_scale, tile, 1, chip)
             return tuple(
                 total + partial * (x_scale * w_scale_smem[side, i])
                 for side, (total, partial) in enumerate(zip(totals, partials, strict=True))
             )
 
-        zeros = plgpu.layout_cast(jnp.zeros(tile, f32), _ACC)
+        zeros = plgpu.layout_cast(jnp.zeros(tile, f32), chip.layout)
         gate, up = lax.fori_loop(0, steps, step, (zeros, zeros))
         if config.early:
             plgpu.griddepcontrol_launch_dependents()
@@ -170,10 +175,10 @@ def _gate_up(x_MD, x_scale_KbM, w_gate_up: BlockScaled, tile_m: int, config: Con
             scale = jnp.where(amax == 0.0, 1.0, jnp.maximum(amax * INVERSE_MAX, SMALLEST_SCALE))
             row_smem[half, pl.ds(0, tokens)] = scale
             for at, (ok, value) in enumerate(zip(finite, parts, strict=True)):
-                quotient = jnp.clip(value / lax.broadcast_in_dim(scale, tile, (1,)), -E4M3_MAX, E4M3_MAX)
+                quotient = jnp.clip(value / broadcast(scale, tile, 1, chip), -E4M3_MAX, E4M3_MAX)
                 quotient = jnp.where(ok, quotient, jnp.nan)
                 # FP8 cannot be stored transposed: float32 goes to shared memory and comes back as rows.
-                y_smem.at[half, at].T[...] = plgpu.layout_cast(quotient, plgpu.Layout.WGMMA_TRANSPOSED)
+                y_smem.at[half, at].T[...] = plgpu.layout_cast(quotient, chip.transposed)
                 rows = plgpu.Layout.WG_STRIDED((tokens, columns), vec_size=4)
                 a_smem[half, at] = load(y_smem.at[half, at], rows, optimized=False).astype(fp8)
             plgpu.commit_smem()
@@ -196,7 +201,7 @@ def _gate_up(x_MD, x_scale_KbM, w_gate_up: BlockScaled, tile_m: int, config: Con
         @pl.when(part == 0)
         def _both():
             plgpu.barrier_wait(pushed)
-            finish([a, load(pushed_smem.at[half], _ACC)])
+            finish([a, load(pushed_smem.at[half], chip.layout)])
 
     scratch = [
         plgpu.SMEM((stages, warpgroups, tokens, BLOCK), fp8, transforms=tiled(BLOCK, fp8)),
@@ -209,6 +214,7 @@ def _gate_up(x_MD, x_scale_KbM, w_gate_up: BlockScaled, tile_m: int, config: Con
         plgpu.Barrier(num_arrivals=2 + warpgroups, num_barriers=stages),
         plgpu.Barrier(num_arrivals=warpgroups, num_barriers=stages),
         plgpu.Barrier(num_arrivals=3),
+        *chip_types,
     ]
     mesh: dict = {"grid": ((M // tile_m) * (F // BLOCK),), "grid_names": ("group",)}
     if blocks > 1:

@@ -11,6 +11,7 @@ from fishjax.errors import InvalidRequest
 from pallas_kernels import ScaledKV, _tuned
 from pallas_kernels.block_scaled_matmul import mosaic_sm90 as matmul_kernel
 from pallas_kernels.decode_attention import mosaic_sm90 as attention_kernel
+from pallas_kernels.mx_matmul import mosaic_sm90 as mx_kernel
 from pallas_kernels.swiglu_mlp import mosaic_sm90 as mlp_kernel
 
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128)
@@ -23,6 +24,8 @@ def test_the_grid_holds_every_combination_once():
     matmuls = {(c.shape["N"], c.shape["K"], c.m, c.input) for c in grid if c.op == "block_scaled_matmul"}
     weights = ((6144, 2560), (2560, 4096), (19456, 2560), (2560, 9728), (4097, 2560))
     assert matmuls == {(*w, m, i) for w, m, i in itertools.product(weights, ROWS, ("quantized", "bfloat16"))}
+    mx = {(c.shape["N"], c.shape["K"], c.m, c.input) for c in grid if c.op == "mx_matmul"}
+    assert mx == {case for case in matmuls if case[2] not in (2, 4)}
     assert [(c.shape, c.m) for c in grid if c.op == "swiglu_mlp"] == [({"D": 2560, "F": 9728}, m) for m in ROWS]
     attention = {(c.m, *c.shape.values()) for c in grid if c.op == "decode_attention"}
     full = itertools.product((1, 16, 64), (128, 1024, 4096), ("bfloat16", "float8"))
@@ -42,6 +45,9 @@ def test_floors_are_the_bytes_over_the_rate():
     num_bytes = 2560 * 4096 + 20 * 32 * 4 + 8 * 4096 + 8 * 32 * 4 + 8 * 2560 * 2
     assert cases.floor_us(wo) == pytest.approx(num_bytes / 4.48e6)
     shape = {"H": 32, "G": 8, "S": 1024, "d": 128, "cache": "float8", "lengths": "full"}
+    mx = cases.Case("mx_matmul", "wo", {"N": 2560, "K": 4096}, 8, "quantized")
+    num_bytes = (2560 + 8) * (4096 + 128) + 8 * 2560 * 2
+    assert cases.floor_us(mx) == pytest.approx(num_bytes / 4.48e6) and mx.group == wo.group
     attention = cases.Case("decode_attention", "x", shape, 64)
     num_bytes = 64 * 1024 * 8 * 2 * (128 + 4) + 2 * 64 * 32 * 128 * 2
     assert cases.floor_us(attention) == pytest.approx(num_bytes / 4.48e6)
@@ -55,6 +61,7 @@ def test_filters():
     assert [(c.name, c.input) for c in down] == [("down", "quantized"), ("down", "bfloat16")]
     custom = cases.select(cases.grid(), rows=[5], n=640, k=256)
     assert {(c.name, c.m, c.shape["N"]) for c in custom} == {("custom", 5, 640)}
+    assert {c.op for c in custom} == {"block_scaled_matmul", "mx_matmul"}
     assert {c.name for c in cases.select(cases.grid(), shapes=["wo", "s2_pro"])} == {"wo", "s2_pro"}
     with pytest.raises(InvalidRequest, match="go together"):
         cases.select(cases.grid(), n=2560)
@@ -69,6 +76,8 @@ def test_choices_are_filed_where_the_op_looks(case, monkeypatch):
     s = case.shape
     if case.op == "block_scaled_matmul":
         matmul_kernel.pick(case.m, -(-s["N"] // 64) * 64, s["K"])
+    elif case.op == "mx_matmul":
+        mx_kernel._pick(case.m, -(-s["N"] // 64) * 64, s["K"])
     elif case.op == "swiglu_mlp":
         mlp_kernel._pick(case.m, s["D"], s["F"])
     else:

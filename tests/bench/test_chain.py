@@ -59,7 +59,8 @@ def test_lowers_for_cuda(case, part, monkeypatch):
         call, make_x, make_w = ops.kernel_call(case, "mosaic", ops.config_of(case)), inputs.make_x, inputs.make_w
     else:
         if reason := peers_xla.why_not(case, part):
-            assert case.shape["cache"] == "bfloat16" and "bfloat16" in reason
+            where = "block_scaled_matmul" if case.op == "mx_matmul" else "bfloat16"
+            assert part == "xla_fp8" and where in reason
             return
         call, (make_x, make_w) = peers_xla.call(case, part), peers_xla.operands(case, part)
     x, w = (jax.eval_shape(functools.partial(make, case), SEED) for make in (make_x, make_w))
@@ -95,7 +96,7 @@ def _plain(case, x, w):
         return inputs.oracle(case, *jax.device_get((x, w)))
     x, *w = (_float64(item) for item in (x, *w))
     h = x @ w[0].T
-    if case.op == "block_scaled_matmul":
+    if case.op in cases.MATMULS:
         return h
     gate, up = np.split(h, 2, axis=1)
     return (gate / (1 + np.exp(-gate)) * up) @ w[1].T

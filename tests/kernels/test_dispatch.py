@@ -1,5 +1,6 @@
 """The one place that chooses: explicit back ends run or say why; None takes the list in order and says so once."""
 
+import importlib
 import json
 import logging
 
@@ -35,35 +36,65 @@ def calls():
     }
 
 
-@pytest.mark.parametrize("op", list(_dispatch.DEFAULT_ORDER))
+@pytest.mark.parametrize("op", list(_dispatch.COMES_FIRST))
 def test_explicit_mosaic_says_why_it_cannot_run_here(op):
     with pytest.raises(NotImplementedError, match=f"{op}: backend 'mosaic' cannot run: .{{20,}}"):
         calls()[op]("mosaic")
 
 
-@pytest.mark.parametrize("op", list(_dispatch.DEFAULT_ORDER))
+@pytest.mark.parametrize("op", list(_dispatch.COMES_FIRST))
 def test_an_unknown_back_end_is_named(op):
     with pytest.raises(ValueError, match="'triton' is not one of 'reference', 'mosaic' or None"):
         calls()[op]("triton")
 
 
-def test_none_takes_the_list_in_order_and_says_once(monkeypatch, caplog):
-    monkeypatch.setitem(_dispatch.DEFAULT_ORDER, "mx_matmul", (Backend.MOSAIC, Backend.REFERENCE))
+def choose(backend, capability, monkeypatch, reason=None):
+    monkeypatch.setattr(_dispatch, "gpu_capability", lambda: capability)
+    return _dispatch.choose(
+        "block_scaled_matmul", backend, {"9.0": "Hopper's", "10.0": "Blackwell's"}, lambda _: reason
+    )
+
+
+def test_none_takes_a_kernel_where_it_has_run_and_says_once(monkeypatch, caplog):
     with caplog.at_level(logging.INFO, logger="pallas_kernels"):
-        assert _dispatch.choose("mx_matmul", None, lambda: "needs more") is Backend.REFERENCE
-        assert _dispatch.choose("mx_matmul", None, lambda: "needs more") is Backend.REFERENCE
-        assert _dispatch.choose("mx_matmul", None, lambda: None) is Backend.MOSAIC
+        assert choose(None, "9.0", monkeypatch) == "Hopper's"
+        assert choose(None, "9.0", monkeypatch) == "Hopper's"
+        assert choose(None, "9.0", monkeypatch, "needs more") is None
+        assert choose(None, "10.0", monkeypatch) is None
+        assert choose(None, "10.0", monkeypatch) is None
     assert [r.message for r in caplog.records] == [
-        "mx_matmul runs on reference (mosaic needs more)",
-        "mx_matmul runs on mosaic",
+        "block_scaled_matmul runs on mosaic",
+        "block_scaled_matmul runs on reference (mosaic: needs more)",
+        "block_scaled_matmul runs on reference (mosaic: runs on compute capability 10.0 for who asks for it: "
+        "docs/portability.md says what was run)",
     ]
 
 
-def test_explicit_choices_are_taken_without_a_word(caplog):
+def test_explicit_choices_are_taken_without_a_word(monkeypatch, caplog):
     with caplog.at_level(logging.INFO, logger="pallas_kernels"):
-        assert _dispatch.choose("mx_matmul", "reference", lambda: "no") is Backend.REFERENCE
-        assert _dispatch.choose("mx_matmul", Backend.MOSAIC, lambda: None) is Backend.MOSAIC
+        assert choose("reference", "9.0", monkeypatch, "no") is None
+        assert choose(Backend.MOSAIC, "9.0", monkeypatch) == "Hopper's"
+        assert choose("mosaic", "10.0", monkeypatch) == "Blackwell's"
     assert not caplog.records
+
+
+def test_a_chip_that_has_no_kernel_hears_which_have_one(monkeypatch):
+    with pytest.raises(NotImplementedError, match=r"needs a GPU of compute capability 9.0 or 10.0; .* capability 12.0"):
+        choose("mosaic", "12.0", monkeypatch)
+
+
+@pytest.mark.parametrize(("capability", "name"), [("9.0", "mosaic_sm90"), ("10.0", "mosaic_sm100")])
+@pytest.mark.parametrize("op", [op for op in _dispatch.COMES_FIRST if op != "quantize_mx"])
+def test_mosaic_is_the_kernel_of_the_chip(op, capability, name, monkeypatch):
+    kernel = importlib.import_module(f"pallas_kernels.{op}.{name}")
+    assert importlib.import_module(f"pallas_kernels.{op}.api").KERNELS[capability] is kernel
+    called = []
+    entry = "quantize_rows" if op == "quantize_blocks" else op
+    monkeypatch.setattr(_dispatch, "gpu_capability", lambda: capability)
+    monkeypatch.setattr(kernel, "why_not", lambda *_: None)
+    monkeypatch.setattr(kernel, entry, lambda *_: called.append(op) or (jnp.zeros((8, 128)), jnp.zeros((4, 32))))
+    calls()[op]("mosaic")
+    assert called == [op]
 
 
 def test_measured_choices_come_before_defaults(monkeypatch, tmp_path):

@@ -63,7 +63,10 @@ def test_prepared_mx_weights_lie_as_the_kernel_reads_them():
     ready = pk.prepare_weights(w, "mx_matmul")
     assert ready.values_NK.shape == (4160, 256) and ready.scale_NKb.shape == (8, 4160) and ready.shape == (4097, 256)
     again = pk.prepare_weights(ready, "mx_matmul")
-    for prepared in (ready, again):
+    blackwell = pk.prepare_weights(ready, "mx_matmul", "10.0")
+    assert blackwell.values_NK.shape == (4224, 256) and blackwell.scale_NKb.shape == (33, 2, 32, 16)
+    back = pk.prepare_weights(blackwell, "mx_matmul", "9.0")
+    for prepared in (ready, again, blackwell, pk.prepare_weights(blackwell, "mx_matmul", "10.0"), back):
         np.testing.assert_array_equal(np.asarray(prepared.dequantize()), np.asarray(w.dequantize()))
 
 

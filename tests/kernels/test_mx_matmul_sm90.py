@@ -24,7 +24,7 @@ def shapes(M, N, K):
     rows, f8, u8 = -(-N // 64) * 64, jnp.float8_e4m3fn, jnp.uint8
     x = MxScaled(jax.ShapeDtypeStruct((M, K), f8), jax.ShapeDtypeStruct((M, K // 32), u8))
     scales = jax.ShapeDtypeStruct((K // 32, rows), u8)
-    return x, MxScaled(jax.ShapeDtypeStruct((rows, K), f8), scales, N, transposed=True)
+    return x, MxScaled(jax.ShapeDtypeStruct((rows, K), f8), scales, N, scales="transposed")
 
 
 def operand(rng, rows, K, bytes_from, bytes_to):

@@ -1,6 +1,6 @@
-"""The kernels on a Hopper GPU, against float64: every shape, odd row counts, poison, and one row beside any others.
+"""The kernels on a GPU, against float64: every shape, odd row counts, poison, and one row beside any others.
 
-`python -m pytest tests/kernels/test_on_hopper.py -m gpu` on the machine that has one.
+`python -m pytest tests/kernels/test_on_gpu.py -m gpu` on the machine that has one, a Hopper or a Blackwell.
 """
 
 import jax
@@ -11,10 +11,13 @@ import pytest
 
 import pallas_kernels as pk
 from pallas_kernels import _testing as oracle
+from pallas_kernels._chip import SM90, SM100
 from pallas_kernels._dispatch import gpu_capability
 from pallas_kernels.block_scaled_matmul.arg_specs import ROWS, SPECS
 from pallas_kernels.block_scaled_matmul.config import Config as MatmulConfig
-from pallas_kernels.mx_matmul.config import Config as MxConfig
+from pallas_kernels.decode_attention import mosaic_sm90 as attention_kernel
+from pallas_kernels.mx_matmul import config as hopper_mx
+from pallas_kernels.mx_matmul import config_sm100 as blackwell_mx
 from pallas_kernels.quantize_blocks.mosaic_sm90 import quantize_rows
 from pallas_kernels.swiglu_mlp import mosaic_sm90 as swiglu_kernel
 from pallas_kernels.swiglu_mlp.config import Config as MlpConfig
@@ -22,8 +25,9 @@ from pallas_kernels.types import BlockScaled, MxScaled, ScaledKV
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(gpu_capability() != "9.0", reason="needs a GPU of compute capability 9.0"),
+    pytest.mark.skipif(gpu_capability() not in ("9.0", "10.0"), reason="needs a GPU of compute capability 9.0 or 10.0"),
 ]
+CHIP = SM100 if gpu_capability() == "10.0" else SM90
 BOUND = oracle.TOLERANCES["matmul", "bfloat16"].bound
 
 
@@ -62,7 +66,7 @@ def test_splits_of_k_meet_in_one_order(splits, early):
     raw, ready = weight(rng, 256, 1280)
     for M in (1, 16, 24, 64, 128):
         x = jnp.asarray(activations(rng, M, 1280))
-        config = MatmulConfig(64, splits, 2, early=early)
+        config = MatmulConfig(CHIP.rows[0], splits, 2, early=early)
         first, again = (np.asarray(pk.block_scaled_matmul(x, ready, backend="mosaic", config=config)) for _ in range(2))
         np.testing.assert_array_equal(first, again)
         assert oracle.rel_err(first, product(np.asarray(x), raw)) <= BOUND
@@ -119,13 +123,13 @@ def test_mx_matmul_at_every_row_count(spec):
 
 
 @pytest.mark.parametrize("splits", [1, 2, 3, 5, 8])
-@pytest.mark.parametrize("together", [1, 2, 4])
-def test_mx_matmul_is_repeatable_in_every_form(splits, together):
+@pytest.mark.parametrize("form", [1, 2, 4])
+def test_mx_matmul_is_repeatable_in_every_form(splits, form):
+    config = hopper_mx.Config(splits, 2, form) if CHIP is SM90 else blackwell_mx.Config(splits, form)
     rng = np.random.default_rng()
     w, quantised = mx_operand(rng, 256, 1280)
     for M in (1, 16, 24, 64, 128):
         x, given = mx_operand(rng, M, 1280)
-        config = MxConfig(splits, 2, together)
         first, again = (np.asarray(pk.mx_matmul(given, quantised, backend="mosaic", config=config)) for _ in range(2))
         np.testing.assert_array_equal(first, again)
         assert oracle.rel_err(first, x @ w.T) <= BOUND
@@ -169,13 +173,15 @@ def test_rows_are_quantised_bit_for_bit(M):
 @pytest.mark.parametrize("blocks_per_group", [1, 2])
 def test_swiglu_in_two_stages(M, blocks_per_group):
     """The inner values are the oracle's but for single FP8 steps; what follows them is as exact as a matmul."""
+    if 128 // blocks_per_group not in CHIP.rows:
+        pytest.skip("Blackwell's blocks own whole groups")
     rng = np.random.default_rng()
     D, F = 2560, 9728
     gate_up, ready_gate_up = weight(rng, 2 * F, D)
     down, ready_down = weight(rng, D, F)
     x = rng.standard_normal((M, D)).astype(ml_dtypes.bfloat16)
     config = MlpConfig(blocks_per_group, 3)
-    values, scale_FbM = swiglu_kernel.gate_up(jnp.asarray(x), ready_gate_up, config)
+    values, scale_FbM = swiglu_kernel.gate_up(jnp.asarray(x), ready_gate_up, config, chip=CHIP)
     inner = oracle.block_dequant(np.asarray(values)[:M], np.asarray(scale_FbM)[: F // 128, :M].T, (1, 128))
     gate, up = np.split(product(x, gate_up), 2, axis=1)
     a = gate / (1 + np.exp(-gate)) * up
@@ -199,6 +205,8 @@ def test_attention_over_live_positions_only(cache, H, G, d, S):
         jnp.asarray(rng.standard_normal((B, G, S, d)) * 2.0 ** rng.uniform(-6, 3, (1, 1, S, 1)), jnp.bfloat16)
         for _ in range(2)
     )
+    if reason := attention_kernel.why_not(q, k, chip=CHIP):
+        pytest.skip(reason)
     dead = (jnp.arange(S) >= lengths[:, None])[:, None, :, None]
     if cache == "float8":
         k, v = pk.quantize_kv(k), pk.quantize_kv(v)
