@@ -167,8 +167,10 @@ def test_a_run_is_compared_with_its_frozen_self():
     frozen = row([call(101, [(0.1, 100)])], concurrency=16)
     same, slow = dict(frozen), frozen | {"frames_per_s": frozen["frames_per_s"] / 1.06}
     late, other = frozen | {"ttfa_ms_p50": 106.0}, frozen | {"ttfa_ms_p50": 500.0, "policy": "fp8"}
-    assert verdict.slower([same, other], [frozen], limits) == []
-    assert len(verdict.slower([slow], [frozen], limits)) == len(verdict.slower([late], [frozen], limits)) == 1
+    assert verdict.slower([same, other], [frozen], limits, "gpu") == []
+    for worse in (slow, late):
+        assert len(verdict.slower([worse], [frozen], limits, "gpu")) == 1
+        assert verdict.slower([worse], [frozen], limits, "cpu") == []
 
 
 def test_tables_say_what_was_measured_and_what_many_callers_gain():

@@ -105,7 +105,7 @@ def serve(
             found += [] if holds else [sentence]
         kept = frozen.path_of("serve", seen["device"])
         before = json.loads(kept.read_text())["rows"] if kept.exists() else []
-        found += slower(document["rows"], before, thresholds)
+        found += slower(document["rows"], before, thresholds, kind)
     for problem in found:
         frozen.say(problem)
     if found:

@@ -76,9 +76,14 @@ def _is(row: Row, wanted: Mapping[str, Any]) -> bool:
     return all(row[name] in (value if isinstance(value, list) else [value]) for name, value in wanted.items())
 
 
-def slower(rows: Iterable[Row], frozen: Iterable[Row], thresholds: Thresholds) -> list[str]:
-    """A sentence for each figure that is worse than the frozen one of the same load by more than the slack."""
+def slower(rows: Iterable[Row], frozen: Iterable[Row], thresholds: Thresholds, platform: str) -> list[str]:
+    """A sentence for each figure that is worse than the frozen one of the same load by more than the slack.
+
+    Only on platforms that have nothing else to do: the cores of a CPU are everybody's.
+    """
     limits = thresholds.frozen
+    if platform not in limits["on"]:
+        return []
     before = {_key(row): row for row in frozen if _is(row, limits["rows"])}
     found = []
     for row in rows:
