@@ -1,4 +1,4 @@
-"""The engine: weights and slots on the device, driven by six verbs. NumPy in, NumPy out.
+"""The engine: weights and slots on the device, driven by seven verbs. NumPy in, NumPy out.
 
     prefill(columns) -> Prefix -> insert(prefix, slot) -> read(slot) ... -> step(run) -> frames ... -> free(slot)
                                   ^------- Prefix <- extract(slot)             '-> sound(slots), where grouped
