@@ -85,10 +85,24 @@ def test_the_decode_step(policy, slots):
         assert math.prod(dims) < SMALLEST_WEIGHT or dims in halves, (dims, kind)
 
 
+@pytest.mark.parametrize("policy", POLICIES)
+def test_the_reading_of_a_chunk_takes_the_kernels_and_no_copy_of_the_slots(policy):
+    rig = Rig(StepCase("s2_pro", 64, policy))
+    text = lowered(rig.prefill())
+    one, mlp, _ = launches_of_ops()
+    # One layer whole, and of the last one only what makes its keys and values.
+    assert num_launches(text) == (2 * one + mlp + one if rig.case.precision.slow == "fp8" else 0)
+    assert not re.search(r"stablehlo\.(case|if|while)", text)
+    # Of a whole half of the cache there is nothing but the update in place.
+    half = "x".join(map(str, jax.tree.leaves(rig.state.cache)[0].shape))
+    made = re.findall(rf"(stablehlo\.\w+).*-> tensor<{half}x\w+>", text)
+    assert set(made) == {"stablehlo.dynamic_update_slice"}
+
+
 @pytest.mark.parametrize("slots", [1, 64])
 def test_the_codec_step_the_peer_and_all_variants(slots):
     rig = Rig(StepCase("s2_pro", slots, "bf16"))
-    assert "convolution" in lowered(rig.sound())
+    assert "convolution" in lowered(rig.sound()) and "convolution" in lowered(rig.group())
     peer = lowered(rig.peer())
     assert "mosaic_gpu" not in peer and "convolution" in peer
     for _, _, low in parts.lower(rig, lowering_platforms=("cuda",)):
