@@ -31,7 +31,7 @@ COMES_FIRST: dict[str, tuple[str, ...]] = {
     # op -> compute capabilities on which `None` takes its kernel: where it has run on the device within its tolerance
     # (docs/portability.md). Elsewhere a kernel is there for whoever asks for it by name.
     "quantize_blocks": (),  # XLA fuses it into what comes before; the matmuls launch their own kernel
-    "quantize_mx": (),
+    "quantize_mx": (),  # likewise
     "block_scaled_matmul": (HOPPER,),
     "mx_matmul": (),
     "swiglu_mlp": (HOPPER,),
@@ -81,10 +81,7 @@ def choose(
         return None
     capability = gpu_capability()
     kernel = kernels.get(capability or "")
-    if kernel is None:
-        reason = need_capability(*kernels) if kernels else "no Mosaic kernel exists for this op yet"
-    else:
-        reason = why_not(kernel)
+    reason = need_capability(*kernels) if kernel is None else why_not(kernel)
     if wanted is Backend.MOSAIC:
         if reason:
             raise NotImplementedError(f"{op}: backend 'mosaic' cannot run: {reason}")

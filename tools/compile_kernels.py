@@ -39,7 +39,7 @@ ROOT = Path(__file__).parents[1]
 FROZEN = ROOT / "tests" / "kernels" / "data" / "compiled.json"
 CHIPS = {"sm_90": (_dispatch.HOPPER, 132), "sm_100": (_dispatch.BLACKWELL, 148)}
 """Compute capability, and SMs of the device that is described."""
-OPS = ("quantize_blocks", "block_scaled_matmul", "mx_matmul", "swiglu_mlp", "decode_attention")
+OPS = ("quantize_blocks", "quantize_mx", "block_scaled_matmul", "mx_matmul", "swiglu_mlp", "decode_attention")
 ROWS = (1, 64, 128)
 
 
@@ -126,16 +126,14 @@ def calls(chip: str) -> Iterator[tuple[str, str, Callable, tuple]]:
             continue
         for spec in specs.SPECS:
             for M in ROWS:
-                if op == "quantize_blocks":
+                if op.startswith("quantize"):
                     call, operands = kernel.quantize_rows, (struct((M, spec.K), bf16),)
                 elif op == "swiglu_mlp":
                     weights = weight(2 * spec.F, spec.D, op, capability), weight(spec.D, spec.F, op, capability)
                     call, operands = kernel.swiglu_mlp, (struct((M, spec.D), bf16), *weights)
                 else:
                     call = functools.partial(getattr(kernel, op), out_dtype=bf16)
-                    x = struct((M, spec.K), bf16)
-                    x = jax.eval_shape(pk.quantize_mx, x) if op == "mx_matmul" else x
-                    operands = x, weight(spec.N, spec.K, op, capability)
+                    operands = struct((M, spec.K), bf16), weight(spec.N, spec.K, op, capability)
                 yield op, f"{spec.name}, M = {M}", call, operands
 
 

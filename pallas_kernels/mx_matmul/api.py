@@ -51,9 +51,9 @@ def mx_matmul(
         raise ValueError(f"{OP}: x {x_MK.shape} and weight {w_NK.shape} differ in K")
     if out_dtype is None:
         out_dtype = jnp.bfloat16 if isinstance(x_MK, MxScaled) else x_MK.dtype
-    x_MK = x_MK if isinstance(x_MK, MxScaled) else quantize_mx(x_MK)
     M = x_MK.shape[0]
     kernel = _dispatch.choose(OP, backend, KERNELS, lambda kernel: kernel.why_not(M, w_NK.shape[0], width, config))
     if kernel:
         return kernel.mx_matmul(x_MK, w_NK, jnp.dtype(out_dtype), config)
+    x_MK = x_MK if isinstance(x_MK, MxScaled) else quantize_mx(x_MK, backend=_dispatch.Backend.REFERENCE)
     return reference.mx_matmul(x_MK, w_NK, jnp.dtype(out_dtype))

@@ -24,6 +24,7 @@ from .._mosaic import LANE, tiled
 from ..prepare import prepare_weights
 from ..types import MxScaled, scale_tiles
 from .config_sm100 import SCALE_ROWS, STEP, TILE_M, TILE_N, Config, can_run, default_config
+from .mosaic_sm90 import quantised
 
 LOAD, MULTIPLY = 0, 1
 """Warps of the block that have a part of their own."""
@@ -37,9 +38,12 @@ def why_not(M: int, N: int, K: int, config: Config | None = None) -> str | None:
 
 
 def mx_matmul(
-    x_MK: MxScaled, w_NK: MxScaled, out_dtype: jnp.dtype, config: Config | None = None, interpret=None
+    x_MK: jax.Array | MxScaled, w_NK: MxScaled, out_dtype: jnp.dtype, config: Config | None = None, interpret=None
 ) -> jax.Array:
-    """(M, K) x (N, K) -> (M, N). A weight that is not prepared is laid out here, at the price of copying it."""
+    """(M, K) x (N, K) -> (M, N), x quantised here if it is not.
+
+    A weight that is not prepared is laid out here, at the price of copying it.
+    """
     (M, K), N = x_MK.shape, w_NK.shape[0]
     tile_m, rows = _tile_m(M), -(-N // TILE_N) * TILE_N
     config = config or _pick(tile_m, rows, K)
@@ -48,8 +52,9 @@ def mx_matmul(
     weight = prepare_weights(w_NK, "mx_matmul", BLACKWELL)
     tiles = -(-M // tile_m)
     more = tiles * tile_m - M
-    values_MK = jnp.pad(x_MK.values_NK[:M], ((0, more), (0, 0)))
-    byte = jnp.pad(x_MK.scale_rows[:M], ((0, more), (0, 0))).reshape(tiles, tile_m, -1)
+    values_MK, byte_KbM = quantised(x_MK, interpret)
+    values_MK = jnp.pad(values_MK[:M], ((0, more), (0, 0)))
+    byte = jnp.pad(byte_KbM[:, :M].T, ((0, more), (0, 0))).reshape(tiles, tile_m, -1)
     byte = jnp.pad(byte, ((0, 0), (0, SCALE_ROWS - tile_m), (0, 0)))  # each tile of tokens has a tile of scales
     x_scale = scale_tiles(byte.reshape(tiles * SCALE_ROWS, -1))
     parts = _call(values_MK, x_scale, weight, out_dtype, tile_m, config, interpret)

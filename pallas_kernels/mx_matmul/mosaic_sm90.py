@@ -24,6 +24,7 @@ from .._dispatch import HOPPER
 from .._mosaic import LANE, load, tiled
 from ..block_scaled_matmul.config import owners_of
 from ..prepare import prepare_weights
+from ..quantize_mx.mosaic_sm90 import quantize_rows
 from ..types import MX_BLOCK, MxScaled
 from .config import BLOCKS_PER_STEP, STEP, TILE_N, Config, can_run, default_config, scale_columns_of
 
@@ -39,9 +40,12 @@ def why_not(M: int, N: int, K: int, config: Config | None = None) -> str | None:
 
 
 def mx_matmul(
-    x_MK: MxScaled, w_NK: MxScaled, out_dtype: jnp.dtype, config: Config | None = None, interpret=None
+    x_MK: jax.Array | MxScaled, w_NK: MxScaled, out_dtype: jnp.dtype, config: Config | None = None, interpret=None
 ) -> jax.Array:
-    """(M, K) x (N, K) -> (M, N). A weight that is not prepared is laid out here, at the price of copying it."""
+    """(M, K) x (N, K) -> (M, N), x quantised here if it is not.
+
+    A weight that is not prepared is laid out here, at the price of copying it.
+    """
     (M, K), N = x_MK.shape, w_NK.shape[0]
     weight = prepare_weights(w_NK, "mx_matmul", HOPPER)
     tile_m, rows = _tile_m(M), weight.values_NK.shape[0]
@@ -49,9 +53,25 @@ def mx_matmul(
     if reason := can_run(config, tile_m, rows, K):
         raise NotImplementedError(f"mx_matmul: {reason}")
     tiled_rows = -(-M // tile_m) * tile_m
-    values_MK = jnp.pad(x_MK.values_NK[:M], ((0, tiled_rows - M), (0, 0)))
-    scale_KbM = jnp.pad(x_MK.scale_rows[:M].T, ((0, 0), (0, scale_columns_of(tiled_rows) - M)))
+    values_MK, scale_KbM = quantised(x_MK, interpret)
+    values_MK = _fit(values_MK, 0, tiled_rows)
+    scale_KbM = _fit(scale_KbM, 1, scale_columns_of(tiled_rows))
     return _call(values_MK, scale_KbM, weight, out_dtype, tile_m, config, interpret)[:M, :N]
+
+
+def quantised(x_MK: jax.Array | MxScaled, interpret=None) -> tuple[jax.Array, jax.Array]:
+    """Values (M or more, K) and scale bytes (K / 32, M or more) of activations."""
+    if isinstance(x_MK, MxScaled):
+        return x_MK.values_NK, x_MK.scale_rows.T
+    return quantize_rows(x_MK, interpret)
+
+
+def _fit(x: jax.Array, axis: int, size: int) -> jax.Array:
+    """Cut to `size` along an axis, or filled up with zeros."""
+    x = lax.slice_in_dim(x, 0, min(size, x.shape[axis]), axis=axis)
+    more = [(0, 0)] * x.ndim
+    more[axis] = (0, size - x.shape[axis])
+    return jnp.pad(x, more) if more[axis][1] else x
 
 
 def _pick(tile_m: int, rows: int, K: int) -> Config:

@@ -169,6 +169,18 @@ def test_rows_are_quantised_bit_for_bit(M):
     assert np.isnan(np.asarray(values[:M]).astype(np.float32)[nan]).all()
 
 
+@pytest.mark.parametrize("M", [1, 5, 64, 65, 200])
+def test_mx_rows_are_quantised_bit_for_bit(M):
+    x = activations(np.random.default_rng(), M, 640)
+    x[0, :32], x[M // 2, 200], x[M // 2, 300] = 0, np.nan, np.inf
+    got, want = (pk.quantize_mx(jnp.asarray(x), backend=backend) for backend in ("mosaic", "reference"))
+    np.testing.assert_array_equal(np.asarray(got.scale_NKb), np.asarray(want.scale_NKb))
+    bits, wanted = (np.asarray(a.values_NK).view(np.uint8) for a in (got, want))
+    nan = np.isnan(np.asarray(want.values_NK).astype(np.float32))
+    np.testing.assert_array_equal(bits[~nan], wanted[~nan])
+    assert np.isnan(np.asarray(got.values_NK).astype(np.float32)[nan]).all()
+
+
 @pytest.mark.parametrize("M", [1, 3, 16, 64, 65, 128])
 @pytest.mark.parametrize("blocks_per_group", [1, 2])
 def test_swiglu_in_two_stages(M, blocks_per_group):
