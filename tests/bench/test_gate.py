@@ -25,10 +25,13 @@ from fishjax.speech import MINNOW
 from fishjax.text.prompt import Prompter
 from fishjax.text.tokenizer import Tokenizer
 from fishjax.weights.assign import parameters
+from fishjax.weights.convert import convert
 from fishjax.weights.load import public_shapes
 from fishjax.weights.model_folder import LoadedModel, load_model
 from fishjax.weights.precision import Precision
+from fishjax.weights.prepare import prepare
 from fishjax.weights.quantize import apply_precision, replace_values
+from pallas_kernels import MxScaled
 from tools.minnow.texts import closed_prompts
 
 ROOT = Path(__file__).parents[2]
@@ -54,8 +57,9 @@ def logits_of(loaded: LoadedModel, baseline: Measured) -> list[np.ndarray]:
 def transpose_scales(loaded: LoadedModel, path: str) -> None:
     """The planted bug: one weight's grid of scales, read column by column."""
     weight = parameters(loaded.dual_ar)[path].get_value()
-    wrong = weight.scale_NbKb.T.reshape(weight.scale_NbKb.shape)
-    replace_values(loaded.dual_ar, {path: dataclasses.replace(weight, scale_NbKb=wrong)})
+    field = "scale_NKb" if isinstance(weight, MxScaled) else "scale_NbKb"
+    scales = getattr(weight, field)
+    replace_values(loaded.dual_ar, {path: dataclasses.replace(weight, **{field: scales.T.reshape(scales.shape)})})
 
 
 # What it measures
@@ -85,9 +89,15 @@ def test_a_planted_transposed_scale_grid_fails_the_gate_and_rounding_does_not_fa
         assert word == verdict.FAIL or not caught
 
 
-@pytest.mark.parametrize("name", ["feed_forward.w1", "feed_forward.w3", "feed_forward.w2", "attention.wqkv"])
-def test_in_every_layer_that_can_be_spread_a_transposed_grid_shows_in_the_logits(baseline, name):
-    loaded = read(MINNOW, "slow=fp8")
+@pytest.mark.parametrize(
+    ("name", "word"),
+    [
+        *((name, "fp8") for name in ("feed_forward.w1", "feed_forward.w3", "feed_forward.w2", "attention.wqkv")),
+        *((name, "mxfp8") for name in ("feed_forward.w2", "attention.wqkv")),
+    ],
+)
+def test_in_every_layer_that_can_be_spread_a_transposed_grid_shows_in_the_logits(baseline, name, word):
+    loaded = read(MINNOW, f"slow={word}")
     transpose_scales(loaded, f"slow.layers.2.{name}.weight")
     _, error = agreement(baseline.logits, logits_of(loaded, baseline))
     assert error > verdict.MAX_LOGIT_ERR
@@ -99,6 +109,21 @@ def test_spreading_the_blocks_changes_no_bit_of_a_result(baseline, policy):
     plain = logits_of(loaded, baseline)
     for a, b in zip(plain, logits_of(read(MINNOW, policy), baseline), strict=True):
         np.testing.assert_array_equal(a, b)
+
+
+def test_mxfp8_from_a_converted_folder_to_the_gate(baseline, tmp_path):
+    convert(MINNOW, tmp_path / "mx", Precision.for_checkpoint("mxfp8"))
+    loaded = load_model(tmp_path / "mx")
+    assert str(loaded.precision).startswith("slow=mxfp8,fast=mxfp8,head=mxfp8,")
+    assert isinstance(parameters(loaded.dual_ar)["slow.layers.0.attention.wo.weight"].get_value(), MxScaled)
+    measured = measure(loaded, "mxfp8", texts.gate_texts(2), quiet, baseline)
+    assert all(one.ended for one in measured.spoken)
+    direct = load_model(MINNOW, str(loaded.precision))
+    prepare(direct.dual_ar)  # as the engine did with what was converted
+    for a, b in zip(measured.logits, logits_of(direct, baseline), strict=True):
+        np.testing.assert_array_equal(a, b)
+    figures = row(measured, baseline)
+    assert 0.8 < figures["semantic_agreement"] < 1 and 0 < figures["logit_rel_err"] < verdict.MAX_LOGIT_ERR
 
 
 def test_spreading_makes_blocks_unlike(baseline):

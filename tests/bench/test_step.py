@@ -62,7 +62,9 @@ def test_random_arrays_have_shapes_formats_and_sizes_of_what_is_described(monkey
     described = {
         "matrix": jax.ShapeDtypeStruct((300, 256), jnp.bfloat16),
         "fp8": BlockScaled(jax.ShapeDtypeStruct((320, 256), e4m3), jax.ShapeDtypeStruct((3, 32), jnp.float32), 300),
-        "mx": MxScaled(jax.ShapeDtypeStruct((256, 256), e4m3), jax.ShapeDtypeStruct((256, 8), jnp.uint8)),
+        "mx": MxScaled(
+            jax.ShapeDtypeStruct((320, 256), e4m3), jax.ShapeDtypeStruct((8, 320), jnp.uint8), 300, "transposed"
+        ),
         "conv": jax.ShapeDtypeStruct((7, 64, 32), jnp.float32),
         "kv": ScaledKV(
             jax.ShapeDtypeStruct((2, 2, 64, 64), e4m3), jax.ShapeDtypeStruct((2, 2, 64), jnp.float32)
@@ -72,7 +74,7 @@ def test_random_arrays_have_shapes_formats_and_sizes_of_what_is_described(monkey
     }  # fmt: skip
     made = weights.random_like(described, seed=1)
     shapes = [[(a.shape, a.dtype) for a in jax.tree.leaves(tree)] for tree in (described, made)]
-    assert shapes[0] == shapes[1] and made["fp8"].shape == (300, 256)
+    assert shapes[0] == shapes[1] and made["fp8"].shape == made["mx"].dequantize().shape == (300, 256)
     size = {"matrix": 256**-0.5, "fp8": 256**-0.5, "mx": 256**-0.5, "conv": (7 * 64) ** -0.5, "kv": 1.0}
     for name, wanted in size.items():
         array = made[name].dequantize() if hasattr(made[name], "dequantize") else made[name]

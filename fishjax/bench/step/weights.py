@@ -5,6 +5,7 @@ Matrices have elements of about 1 / sqrt(width), FP8 ones as e4m3 values and sca
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from typing import Any
@@ -46,7 +47,8 @@ def _made(name: str, leaf: Any, seed: int) -> Any:
     if isinstance(leaf, MxScaled):
         exponent = round(math.log2(leaf.shape[1] ** -0.5 * _SIGMAS / E4M3_MAX))
         scale = jnp.full(leaf.scale_NKb.shape, 127 + exponent, jnp.uint8)
-        return MxScaled(_normal(leaf.values_NK, seed, E4M3_MAX / _SIGMAS), scale, leaf.num_rows)
+        values = _normal(leaf.values_NK, seed, E4M3_MAX / _SIGMAS)
+        return dataclasses.replace(leaf, values_NK=values, scale_NKb=scale)
     if not jnp.issubdtype(leaf.dtype, jnp.floating):
         return jnp.zeros(leaf.shape, leaf.dtype)
     if leaf.ndim < 2:
