@@ -36,6 +36,8 @@ COMES_FIRST: dict[str, tuple[str, ...]] = {
     "mx_matmul": (),
     "swiglu_mlp": (HOPPER,),
     "decode_attention": (HOPPER,),
+    "fast_frame": (),
+    "between_attentions": (),
 }
 Kernel = TypeVar("Kernel")
 
@@ -46,6 +48,11 @@ def gpu_capability() -> str | None:
     if jax.default_backend() != "gpu":
         return None
     return getattr(jax.devices()[0], "compute_capability", None)
+
+
+def comes_first(op: str) -> bool:
+    """Whether `None` takes the op's kernel on this chip, where it can run the call."""
+    return gpu_capability() in COMES_FIRST[op]
 
 
 def need_capability(*wanted: str) -> str | None:

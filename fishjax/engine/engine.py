@@ -33,12 +33,16 @@ from fishjax.engine.state import StepInputs, StepOutput, new_state, segment_star
 from fishjax.errors import InvalidRequest, PromptTooLong
 from fishjax.model.cache import KVCache, init_cache
 from fishjax.model.dual_ar import DualAR, slice_head
+from fishjax.model.fused import frame_weights, why_not
 from fishjax.weights.precision import Precision
 from fishjax.weights.prepare import prepared_weight
 from fishjax.weights.quantize import quantize_head
+from pallas_kernels import FastWeights, comes_first
 
 CHUNK_COLUMNS = 256
 """Of a prompt, read at a time: the longest that a step waits for somebody else's prompt."""
+CHUNK_COLUMNS_ON_CPU = 64
+"""There a chunk takes as long as it has columns, so small ones cost nothing."""
 SINGLE_FRAMES = 4
 """At the beginning of a segment, whose sound is made at once, each by itself."""
 GROUP_FRAMES, GROUP_MAX_SLOTS = 4, 16
@@ -101,11 +105,13 @@ class Engine:
     """A model, its codec and `num_slots` slots of `max_len` columns each.
 
     `precision` says how the head and the cache are kept (the weights come as they are); `max_reference_s` is the
-    longest reference clip in seconds; at most `chunk_columns` of a prompt are read between two steps; snapshots of
-    voices may take `voice_bytes`. With `sound_group` above 1, sound of a segment's frames after its first ones is not
-    made by `step` but by `sound`, so many frames at a time. `memory` is what all of it takes, `voices` what is known
-    of snapshots. Not thread-safe: one loop owns it. Raises InvalidRequest for sizes that cannot be, or that the device
-    has no room for.
+    longest reference clip in seconds; at most `chunk_columns` of a prompt (None: what suits the platform) are read
+    between two steps; snapshots of voices may take `voice_bytes`. With `sound_group` above 1, sound of a segment's
+    frames after its first ones is not made by `step` but by `sound`, so many frames at a time.
+    `fused` steps both transformers through fused kernels
+    (None: where they come first on this chip and know the model). `memory` is what all of it takes, `voices` what is
+    known of snapshots. Not thread-safe: one loop owns it. Raises InvalidRequest for sizes that cannot be, or that the
+    device has no room for.
     """
 
     def __init__(
@@ -118,9 +124,10 @@ class Engine:
         max_len: int,
         precision: Precision | None = None,
         max_reference_s: float = 30.0,
-        chunk_columns: int = CHUNK_COLUMNS,
+        chunk_columns: int | None = None,
         voice_bytes: int = 0,
         sound_group: int = 1,
+        fused: bool | None = None,
         model_name: str = "fishjax",
     ):
         config = model.config
@@ -141,13 +148,13 @@ class Engine:
         self.precision = precision or Precision.default()
         kv_dtype = self.precision.kv_dtype
         head_NK = prepared_weight(quantize_head(slice_head(model, im_end_id), self.precision.head))
+        kept = (head_NK, self._frame_weights(model, fused))
         self.memory = memory.plan(
-            model, codec, head_NK, num_slots=num_slots, max_len=max_len, kv_dtype=kv_dtype, voice_bytes=voice_bytes
+            model, codec, kept, num_slots=num_slots, max_len=max_len, kv_dtype=kv_dtype, voice_bytes=voice_bytes
         )
         self.memory.check(memory.device_limit())
         self._decode = {
-            short: steps.bind(model, steps.decode_step, donate=(1,), first=(head_NK,), short=short)
-            for short in (True, False)
+            short: steps.bind(model, steps.decode_step, donate=(2,), first=kept, short=short) for short in (True, False)
         }
         self._prefill = steps.bind(model, steps.prefill_step, donate=(0,))
         self._sound = steps.bind(codec, steps.codec_step, donate=(0,))
@@ -165,7 +172,8 @@ class Engine:
         self._held_BKW = jnp.zeros((num_slots, self.num_codebooks, 2 * sound_group), jnp.int32)
         block_bytes = memory.described(lambda: init_cache(config, 1, block_columns, kv_dtype))
         self.voices = Snapshots(voice_bytes, block_bytes, block_columns)
-        self._widths = widths(max_len, chunk_columns)
+        on_cpu = jax.default_backend() == "cpu"
+        self._widths = widths(max_len, chunk_columns or (CHUNK_COLUMNS_ON_CPU if on_cpu else CHUNK_COLUMNS))
         self._unread: list[deque[Chunk]] = [deque() for _ in range(num_slots)]
         self._no_sound_Bs = np.zeros((num_slots, self.samples_per_frame), np.float32)
         self._num_made_B, self._num_held_B = np.zeros(num_slots, np.int32), np.zeros(num_slots, np.int32)
@@ -315,6 +323,16 @@ class Engine:
     @property
     def _rows(self) -> steps.Rows:
         return self._state, self._codec_state, self._held_BKW
+
+    def _frame_weights(self, model: DualAR, fused: bool | None) -> FastWeights | None:
+        """The fast transformer as the fused step reads it, or None for the step of single operations."""
+        if fused is None:
+            fused = all(map(comes_first, ("fast_frame", "between_attentions"))) and not why_not(model, self.num_slots)
+        if not fused:
+            return None
+        if reason := why_not(model, self.num_slots):
+            raise InvalidRequest(f"fused kernels do not know this model: {reason}")
+        return frame_weights(model.fast)
 
     def _put_voice(self, blocks: tuple[KVCache, ...], slot: int) -> None:
         cache = self._state.cache

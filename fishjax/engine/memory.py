@@ -54,13 +54,13 @@ class MemoryPlan:
 
 
 def plan(
-    model: DualAR, codec: Codec, head_NK: Any, *, num_slots: int, max_len: int, kv_dtype: Any, voice_bytes: int = 0
+    model: DualAR, codec: Codec, beside: Any, *, num_slots: int, max_len: int, kv_dtype: Any, voice_bytes: int = 0
 ) -> MemoryPlan:
-    """What an engine of these parts keeps; they may be abstract. Nothing is allocated."""
+    """What an engine of these parts keeps, with weights `beside` the modules; all may be abstract."""
     config = model.config
     row = described(lambda: (init_cache(config, 1, max_len, kv_dtype), init_stream(codec, 1, max_len)))
     return MemoryPlan(
-        weights=num_bytes((nnx.state(model), nnx.state(codec), head_NK)),
+        weights=num_bytes((nnx.state(model), nnx.state(codec), beside)),
         slots=described(lambda: new_state(config, num_slots, max_len, kv_dtype)),
         sound=described(lambda: init_stream(codec, num_slots, max_len)),
         # One for each slot whose request is taken out of it.

@@ -18,6 +18,8 @@ from dataclasses import dataclass, field, replace
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels import Draws
+
 RAS_WINDOW = 10
 """Frames that the repetition-aware draw looks back on."""
 RAS_TEMPERATURE = 1.0
@@ -132,6 +134,18 @@ def sample_code(logits_BN: jax.Array, knobs: Knobs, seed_B: jax.Array, frame_B: 
     """Code `codebook` (1 .. C-1) of a frame from the fast head's logits: code_B int32."""
     keys_B = draw_keys(seed_B, frame_B, codebook)
     return race(_ranking(logits_BN, knobs), knobs, keyed(keys_B))
+
+
+def frame_draws(knobs: Knobs, seed_B: jax.Array, frame_B: jax.Array, num_codebooks: int, codebook_size: int) -> Draws:
+    """The draws of codes 1 .. C-1 as `fast_frame` makes them: the same race, its random numbers made beforehand."""
+    ids_BN = jnp.broadcast_to(jnp.arange(codebook_size), (len(seed_B), codebook_size))
+    uniforms = [keyed(draw_keys(seed_B, frame_B, codebook))(ids_BN) for codebook in range(1, num_codebooks)]
+    return Draws(
+        temperature_B=jnp.maximum(knobs.temperature_B, _MIN_TEMPERATURE),
+        top_p_B=knobs.top_p_B,
+        top_k_B=knobs.top_k_B,
+        gumbel_CBN=-jnp.log(-jnp.log(jnp.stack(uniforms))),
+    )
 
 
 def draw_keys(seed_B: jax.Array, frame_B: jax.Array, number: int) -> jax.Array:

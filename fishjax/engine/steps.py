@@ -22,6 +22,8 @@ from fishjax.engine import sampling
 from fishjax.engine.state import DecodeState, SlotState, StepInputs, StepOutput
 from fishjax.model.cache import KVCache
 from fishjax.model.dual_ar import DualAR
+from fishjax.model.fused import slow_step
+from pallas_kernels import FastWeights, fast_frame
 
 Rows = tuple[DecodeState, CodecStreamState, jax.Array]
 """All that the device holds of slots: state, streams, and codes whose sound is not made yet, (B, K, W) int32."""
@@ -46,11 +48,18 @@ def bind(
 
 
 def decode_step(
-    model: DualAR, head_NK: jax.Array, state: DecodeState, inputs: StepInputs, *, short: bool
+    model: DualAR,
+    head_NK: jax.Array,
+    frame_weights: FastWeights | None,
+    state: DecodeState,
+    inputs: StepInputs,
+    *,
+    short: bool,
 ) -> tuple[DecodeState, StepOutput]:
     """One frame for every slot that runs. Rows are independent: nothing of a slot depends on its neighbours.
 
-    `short`: the top_k of every slot that runs is at most `sampling.TOP_K_CAP`.
+    With `frame_weights` both transformers go through fused kernels, see `model.fused`. `short`: the top_k of every
+    slot that runs is at most `sampling.TOP_K_CAP`.
     """
     config, slots = model.config, state.slots
     num_semantic = head_NK.shape[0] - 1
@@ -58,8 +67,11 @@ def decode_step(
     # Slots that do not run write outside the cache, that is nowhere.
     start_B = jnp.where(inputs.run_B, slots.length_B, state.cache.max_len)
     x_B1D = model.slow.embed(slots.column_BK[:, :, None], generation=True)
-    hidden_B1D, cache = model.slow.extend(x_B1D, start_B, state.cache)
-    hidden_BD = hidden_B1D[:, 0]
+    if frame_weights is None:
+        hidden_B1D, cache = model.slow.extend(x_B1D, start_B, state.cache)
+        hidden_BD = hidden_B1D[:, 0]
+    else:
+        hidden_BD, cache = slow_step(model.slow, x_B1D[:, 0], start_B, state.cache)
 
     knobs = sampling.Knobs(slots.temperature_B, slots.top_p_B, slots.top_k_B, short)
     logits_BN = model.slow.logits(hidden_BD, head_NK)
@@ -70,7 +82,11 @@ def decode_step(
     def pick(codebook: int, logits_BN: jax.Array) -> jax.Array:
         return sampling.sample_code(logits_BN, knobs, slots.seed_B, slots.frame_B, codebook)
 
-    codes_BK = model.fast.frame(model.fast_input(hidden_BD), semantic_B, pick)
+    if frame_weights is not None and short:  # the kernel looks at candidates one by one: few enough
+        draws = sampling.frame_draws(knobs, slots.seed_B, slots.frame_B, config.num_codebooks, config.codebook_size)
+        codes_BK = fast_frame(model.fast_input(hidden_BD), semantic_B, frame_weights, draws)
+    else:
+        codes_BK = model.fast.frame(model.fast_input(hidden_BD), semantic_B, pick)
 
     token_B = config.semantic_begin_id + candidate_B
     stepped = dataclasses.replace(

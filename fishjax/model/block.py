@@ -35,12 +35,16 @@ class Attention(nnx.Module):
 
     def __call__(self, x_BTD: jax.Array, table_BTd2: jax.Array, attend: AttendFn) -> jax.Array:
         """x_BTD -> o_BTD; `table_BTd2` holds the rotary rows of the T positions."""
-        heads_BTHd = self.wqkv(x_BTD).reshape(*x_BTD.shape[:2], -1, self.head_dim)
+        return self.wo(self.mix(self.wqkv(x_BTD), table_BTd2, attend))
+
+    def mix(self, qkv_BTN: jax.Array, table_BTd2: jax.Array, attend: AttendFn) -> jax.Array:
+        """What lies between the two projections: heads, norms, rotation, `attend`; (B, T, H d)."""
+        heads_BTHd = qkv_BTN.reshape(*qkv_BTN.shape[:2], -1, self.head_dim)
         q_BTHd, k_BTGd, v_BTGd = jnp.split(heads_BTHd, [self.num_heads, self.num_heads + self.num_kv_heads], axis=2)
         if self.q_norm is not None and self.k_norm is not None:
             q_BTHd, k_BTGd = self.q_norm(q_BTHd), self.k_norm(k_BTGd)
         o_BTHd = attend(apply_rope(q_BTHd, table_BTd2), apply_rope(k_BTGd, table_BTd2), v_BTGd)
-        return self.wo(o_BTHd.reshape(*x_BTD.shape[:2], -1))
+        return o_BTHd.reshape(*qkv_BTN.shape[:2], -1)
 
 
 class Block(nnx.Module):

@@ -85,6 +85,18 @@ def test_the_decode_step(policy, slots):
         assert math.prod(dims) < SMALLEST_WEIGHT or dims in halves, (dims, kind)
 
 
+@pytest.mark.parametrize("slots", [1, 64])
+def test_the_fused_step(slots, monkeypatch):
+    """A launch a gap between attentions, one a frame of the fast transformer, and what it was before for the head."""
+    comes_first = {op: (_dispatch.HOPPER,) for op in ("fast_frame", "between_attentions")}
+    monkeypatch.setattr(_dispatch, "COMES_FIRST", _dispatch.COMES_FIRST | comes_first)
+    rig = Rig(StepCase("s2_pro", slots, POLICIES[0], fused=True))
+    text = lowered(rig.decode())
+    one, _, attention = launches_of_ops()
+    assert num_launches(text) == 3 + 2 * attention + one + 1
+    assert not re.search(r"stablehlo\.(case|if|while)", text)
+
+
 @pytest.mark.parametrize("policy", POLICIES)
 def test_the_reading_of_a_chunk_takes_the_kernels_and_no_copy_of_the_slots(policy):
     rig = Rig(StepCase("s2_pro", 64, policy))

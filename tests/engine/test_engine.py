@@ -179,7 +179,7 @@ def test_the_two_decode_programs_order_as_they_say_and_neither_asks_the_device(g
     state = jax.eval_shape(lambda: new_state(golden_model.config, 2, 64, np.float32))
     mask = jax.ShapeDtypeStruct((2,), bool)
     for short, largest in ((True, TOP_K_CAP), (False, 65)):
-        bound = steps.bind(golden_model, steps.decode_step, first=(head,), short=short)
+        bound = steps.bind(golden_model, steps.decode_step, first=(head, None), short=short)
         text = str(bound.func.trace(*bound.args, state, StepInputs(mask, mask, mask)).jaxpr)
         assert f"k={largest}" in text and f"k={largest + 1}" not in text
         assert " cond[" not in text

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -27,16 +27,20 @@ CYCLE = 32
 
 @dataclass(frozen=True, slots=True)
 class StepCase:
-    """One row. model: "s2_pro" or "tiny". policy: as `Precision.parse` reads it, on top of bf16 for everything."""
+    """One row. model: "s2_pro" or "tiny". policy: as `Precision.parse` reads it, on top of bf16 for everything.
+
+    fused: both transformers through fused kernels (`fishjax.model.fused`).
+    """
 
     model: str
     slots: int
     policy: str
+    fused: bool = False
 
     @property
     def key(self) -> str:
         """One string that tells cases apart, readable in a progress line."""
-        return f"{self.model} slots={self.slots} {self.policy}"
+        return f"{self.model} slots={self.slots} {self.policy}" + " fused" * self.fused
 
     @property
     def precision(self) -> Precision:
@@ -81,8 +85,10 @@ def tiny_grid() -> list[StepCase]:
     return [StepCase("tiny", 2, policy) for policy in POLICIES[:2]]
 
 
-def select(cases: Iterable[StepCase], slots: Sequence[int] | None, policies: Sequence[str] | None) -> list[StepCase]:
-    """The cases asked for; slots and policies that are not in the grid are made.
+def select(
+    cases: Iterable[StepCase], slots: Sequence[int] | None, policies: Sequence[str] | None, fused: bool = False
+) -> list[StepCase]:
+    """The cases asked for; slots and policies that are not in the grid are made, and `fused` steps where they can be.
 
     Raises InvalidRequest for a number of slots or a policy that cannot be.
     """
@@ -92,15 +98,16 @@ def select(cases: Iterable[StepCase], slots: Sequence[int] | None, policies: Seq
     if any(count < 1 for count in counts):
         raise InvalidRequest(f"--slots must be at least 1, not {min(counts)}")
     chosen = [StepCase(cases[0].model, count, policy) for policy in wanted for count in counts]
-    for case in chosen:
-        _ = case.precision
-    return chosen
+    both = [case for case in chosen if (case.precision.slow, case.precision.fast) == ("fp8", "fp8")]
+    if fused and not both:
+        raise InvalidRequest("--fused needs a policy with slow=fp8 and fast=fp8")
+    return [replace(case, fused=True) for case in both if fused] + chosen
 
 
 def _tiny() -> ModelConfig:
-    """S2's structure at widths that FP8 can take."""
+    """S2's structure at widths that FP8 and the fused kernels can take."""
     slow = TransformerConfig(2, 256, 4, 2, 64, 384, rope_base=1e6, norm_eps=1e-6, qk_norm=True)
-    fast = TransformerConfig(1, 128, 2, 1, 64, 256, rope_base=1e6, norm_eps=1e-6)
+    fast = TransformerConfig(1, 128, 2, 1, 128, 256, rope_base=1e6, norm_eps=1e-6)
     return ModelConfig(
         slow, fast, 512, 4, 128, 384, 511, scale_codebook_embeddings=True, norm_fastlayer_input=True
     )  # fmt: skip

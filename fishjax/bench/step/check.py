@@ -12,7 +12,20 @@ MIN_STEPS = 200
 PLAN_SLACK = 1.1
 """Compiled programs and their constants are not in the engine's plan; more than a tenth of it would be a leak."""
 ROW_FIELDS = (
-    *("model", "slots", "policy", "precision", "kv", "codec", "sampler", "lengths", "ms_p50", "ms_p99", "ms_mean"),
+    *(
+        "model",
+        "slots",
+        "policy",
+        "fused",
+        "precision",
+        "kv",
+        "codec",
+        "sampler",
+        "lengths",
+        "ms_p50",
+        "ms_p99",
+        "ms_mean",
+    ),
     *("steps", "decode_ms", "codec_ms", "compiles", "frames_per_s", "audio_s_per_s", "device_bytes", "peak_bytes"),
     *("predicted_bytes", "floor_ms", "gate", "peer_xla_bf16_ms", "grouped_ms_mean", "codec_group_ms", "prefill_ms"),
 )
@@ -24,7 +37,7 @@ def problems(document: dict[str, Any], expected: Iterable[StepCase]) -> list[str
 
 
 def _key(row: dict[str, Any]) -> str:
-    return StepCase(row["model"], row["slots"], row["policy"]).key
+    return StepCase(row["model"], row["slots"], row["policy"], row["fused"]).key
 
 
 def row_problems(row: dict[str, Any]) -> Iterable[str]:

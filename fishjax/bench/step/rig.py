@@ -21,10 +21,12 @@ from fishjax.engine import memory, steps
 from fishjax.engine.engine import CHUNK_COLUMNS, GROUP_FRAMES, PendingSound, PendingStep
 from fishjax.engine.sampling_params import SamplingParams
 from fishjax.engine.state import StepInputs, new_state, segment_start
-from fishjax.model.dual_ar import slice_head
+from fishjax.model.dual_ar import DualAR, slice_head
+from fishjax.model.fused import frame_weights
 from fishjax.weights.load_codec import abstract_codec
 from fishjax.weights.prepare import prepared, prepared_weight
 from fishjax.weights.quantize import abstract_model, quantize_head
+from pallas_kernels import FastWeights
 
 from .cases import CYCLE, StepCase
 from .peer import Both, PeerState, peer_step
@@ -54,11 +56,17 @@ class Rig:
         self.head = nnx.eval_shape(
             lambda m: prepared_weight(quantize_head(slice_head(m, end), precision.head)), self.model
         )
+        self.frame_weights = nnx.eval_shape(_frame_weights, self.model) if case.fused else None
         kv_dtype = precision.kv_dtype
         self.state = jax.eval_shape(lambda: new_state(config, case.slots, case.max_len, kv_dtype))
         self.codec_state = jax.eval_shape(lambda: init_stream(self.codec, case.slots, case.max_len))
         self.memory = memory.plan(
-            self.model, self.codec, self.head, num_slots=case.slots, max_len=case.max_len, kv_dtype=kv_dtype
+            self.model,
+            self.codec,
+            (self.head, self.frame_weights),
+            num_slots=case.slots,
+            max_len=case.max_len,
+            kv_dtype=kv_dtype,
         )
 
     @property
@@ -68,7 +76,9 @@ class Rig:
 
     def decode(self) -> tuple[Program, tuple[Any, ...]]:
         """The decode step as the engine binds it, and its arguments; all top_k short, as the sampler's defaults are."""
-        bound = steps.bind(self.model, steps.decode_step, donate=(1,), first=(self.head,), short=True)
+        bound = steps.bind(
+            self.model, steps.decode_step, donate=(2,), first=(self.head, self.frame_weights), short=True
+        )
         return bound, (self.state, StepInputs(self.mask, self.mask, self.mask))
 
     def sound(self) -> tuple[Program, tuple[Any, ...]]:
@@ -117,21 +127,31 @@ class Rig:
     def fill(self) -> Filled:
         """Weights and state on the default device."""
         trees = (nnx.state(self.model), nnx.state(self.codec), self.head)
-        return jax.block_until_ready(Filled(*(random_like(tree, _SEED * i) for i, tree in enumerate(trees, start=1))))
+        model, codec, head = (random_like(tree, _SEED * i) for i, tree in enumerate(trees, start=1))
+        frame_weights = None
+        if self.case.fused:
+            graph = nnx.graphdef(self.model)
+            frame_weights = jax.jit(lambda state: _frame_weights(nnx.merge(graph, state)))(model)
+        return jax.block_until_ready(Filled(model, codec, head, frame_weights))
+
+
+def _frame_weights(model: DualAR) -> FastWeights:
+    return frame_weights(model.fast)
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Filled:
-    """Arrays of the model, of the codec and of the head, in the order in which `bind` flattens them."""
+    """Arrays of the model, of the codec, of the head and of the fused frame, in the order in which `bind` flattens them."""
 
     model: Any
     codec: Any
     head: Any
+    frame_weights: FastWeights | None
 
     def decode(self, bound: Program) -> Program:
         """The bound decode step over these weights: the same jitted function."""
-        return partial(bound.func, jax.tree.leaves(self.model), self.head)
+        return partial(bound.func, jax.tree.leaves(self.model), self.head, self.frame_weights)
 
     def prefill(self, bound: Program) -> Program:
         """The bound reading of a chunk over these weights."""

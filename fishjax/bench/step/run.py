@@ -52,7 +52,9 @@ def make_tasks(cases: Iterable[StepCase], trace: bool) -> list[list[Task]]:
         home.append(Task(peer, "peer", "step"))
     if trace:
         for batch in batches:
-            batch += [Task(task.case, "parts", "step") for task in batch if task.part == "engine"]
+            batch += [
+                Task(task.case, "parts", "step") for task in batch if task.part == "engine" and not task.case.fused
+            ]
     return batches
 
 
@@ -85,6 +87,7 @@ def _row(case: StepCase, found: dict[tuple[str, str], dict[str, Any]], judged: l
         "model": case.model,
         "slots": case.slots,
         "policy": case.policy,
+        "fused": case.fused,
         "precision": str(precision),
         "kv": precision.kv,
         "codec": precision.codec,

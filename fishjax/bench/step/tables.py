@@ -13,18 +13,18 @@ _HEAD = (
 
 def step_table(document: dict[str, Any]) -> str:
     """One row a policy and number of slots, times in milliseconds."""
-    rows = sorted(document["rows"], key=lambda row: (row["policy"], row["slots"]))
+    rows = sorted(document["rows"], key=lambda row: (row["policy"], row["fused"], row["slots"]))
     lines = ["| " + " | ".join(_HEAD) + " |", "|---|" + "---:|" * (len(_HEAD) - 1)]
     lines += ["| " + " | ".join(_cells(row)) + " |" for row in rows]
     return "\n".join(lines)
 
 
 def _cells(row: dict[str, Any]) -> list[str]:
-    ms, peer = row["ms_p50"], row["peer_xla_bf16_ms"]
+    ms, peer, policy = row["ms_p50"], row["peer_xla_bf16_ms"], row["policy"] + ", fused" * row["fused"]
     if ms is None:
-        return [row["policy"], str(row["slots"]), f"- ({row['reason']})", *[""] * (len(_HEAD) - 3)]
+        return [policy, str(row["slots"]), f"- ({row['reason']})", *[""] * (len(_HEAD) - 3)]
     return [
-        row["policy"],
+        policy,
         str(row["slots"]),
         *(f"{row[name]:.2f}" for name in ("ms_p50", "ms_p99")),
         *(f"{row[name]:,.0f}" for name in ("frames_per_s", "audio_s_per_s")),

@@ -1,0 +1,101 @@
+"""The two transformers of a decode step through kernels that hold many operations each.
+
+    slow: between_attentions ─► q, k, v ─► cache, attention ─► between_attentions ─► ...
+    fast: fast_frame, its draws included
+
+The same functions as `SlowTransformer.extend` of one column and `FastTransformer.frame`, for weights in FP8 blocks;
+the residual stays float32 from layer to layer.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from fishjax.model.block import Block, cached_rope_table
+from fishjax.model.cache import KVCache, attend_cached, write
+from fishjax.model.dual_ar import DualAR
+from fishjax.model.fast import FastTransformer
+from fishjax.model.layers import FusedFeedForward
+from fishjax.model.slow import SlowTransformer
+from pallas_kernels import After, Before, BlockScaled, FastLayer, FastWeights, between_attentions, fast_weights
+
+# Traced and lowered once for all layers.
+_between_attentions = jax.jit(between_attentions, static_argnames="eps")
+_BLOCK = 128
+MAX_SLOTS = 64
+
+
+def why_not(model: DualAR, num_slots: int) -> str | None:
+    """None when `model`, prepared, can be stepped in this way, else what it has that the kernels do not know."""
+    config = model.config
+    if num_slots > MAX_SLOTS:
+        return f"{num_slots} slots; they hold {MAX_SLOTS}"
+    for name, part, layers in (("slow", config.slow, model.slow.layers), ("fast", config.fast, model.fast.layers)):
+        if not all(isinstance(w, BlockScaled) for layer in layers for w in _weights(layer)):
+            return f"the {name} transformer's weights are not FP8 with 128 x 128 scales"
+        if part.qkv_bias or part.o_bias:
+            return f"the {name} transformer's projections have biases"
+    if config.fast.qk_norm:
+        return "the fast transformer normalises queries and keys"
+    if config.fast.head_dim != _BLOCK:
+        return f"the fast transformer's heads are {config.fast.head_dim} wide, not {_BLOCK}"
+    if not isinstance(model.fast.output.weight[...], BlockScaled):
+        return "the fast transformer's head is not FP8 with 128 x 128 scales"
+    return None
+
+
+def _weights(layer: Block) -> list:
+    """Of one prepared block."""
+    feed_forward = layer.feed_forward
+    inner = [feed_forward.w_gate_up, feed_forward.w_down] if isinstance(feed_forward, FusedFeedForward) else [None]
+    return [w if w is None else w[...] for w in (layer.attention.wqkv.weight, layer.attention.wo.weight, *inner)]
+
+
+def _value(param: nnx.Param) -> jax.Array:
+    return param[...]
+
+
+def slow_step(slow: SlowTransformer, x_BD: jax.Array, start_B: jax.Array, cache: KVCache) -> tuple[jax.Array, KVCache]:
+    """One more column of each slot, as `SlowTransformer.extend`: (hidden_BD pre-norm, cache)."""
+    table_B1d2 = jnp.asarray(cached_rope_table(cache.max_len, slow.config.slow.head_dim, slow.config.slow.rope_base))
+    table_B1d2 = table_B1d2[start_B[:, None]]
+    eps = slow.config.slow.norm_eps
+    keys, values = [], []
+
+    def attend(q_B1Hd: jax.Array, k_B1Gd: jax.Array, v_B1Gd: jax.Array) -> jax.Array:
+        layer = len(keys)
+        keys.append(write(cache.k_BGSd[layer], k_B1Gd, start_B))
+        values.append(write(cache.v_BGSd[layer], v_B1Gd, start_B))
+        return attend_cached(q_B1Hd, keys[layer], values[layer], start_B)
+
+    x_DB, o_BK, before = x_BD.T.astype(jnp.float32), None, None
+    for layer in slow.layers:
+        wqkv, wo, w_gate_up, w_down = _weights(layer)
+        after = After(_value(layer.attention_norm.weight), wqkv)
+        x_DB, qkv_BN = _between_attentions(x_DB, o_BK, before, after, eps=eps)
+        o_BK = layer.attention.mix(qkv_BN[:, None], table_B1d2, attend)[:, 0]
+        before = Before(wo, _value(layer.ffn_norm.weight), w_gate_up, w_down)
+    x_DB, _ = _between_attentions(x_DB, o_BK, before, None, eps=eps)
+    return x_DB.T.astype(x_BD.dtype), KVCache(k_BGSd=tuple(keys), v_BGSd=tuple(values))
+
+
+def frame_weights(fast: FastTransformer) -> FastWeights:
+    """What `fast_frame` reads, a copy of the fast transformer's weights in its own layout."""
+    config = fast.config.fast
+    layers = []
+    for layer in fast.layers:
+        wqkv, wo, w_gate_up, w_down = _weights(layer)
+        norms = _value(layer.attention_norm.weight), _value(layer.ffn_norm.weight)
+        layers.append(FastLayer(norms[0], wqkv, wo, norms[1], w_gate_up, w_down))
+    head = fast.output.weight[...]
+    assert isinstance(head, BlockScaled)  # why_not has said so
+    return fast_weights(
+        layers,
+        _value(fast.embeddings.weight),
+        _value(fast.norm.weight),
+        head,
+        jnp.asarray(cached_rope_table(fast.config.num_codebooks, config.head_dim, config.rope_base)),
+        config.norm_eps,
+    )

@@ -1,0 +1,63 @@
+"""What a decode step computes between one attention and the next: the formula.
+
+    x = x + o wo^T
+    x = x + swiglu(norm(x; ffn_norm); w_gate_up, w_down)          of the layer whose attention made o
+    qkv = norm(x; norm) wqkv^T                                    of the layer after it
+
+The first part is left out before the first attention, the last after the last one. Every matmul quantises its left
+operand 1 x 128, as `block_scaled_matmul` does; everything else is float32, and qkv is rounded to bfloat16. The
+residual x lies transposed, a column a token, and stays float32 from layer to layer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+
+from ..block_scaled_matmul import reference as block_scaled
+from ..quantize_blocks.reference import quantize_blocks
+from ..types import BLOCK, BlockScaled
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Before:
+    """Of the layer that attended: wo (D, H d), ffn_norm_D, w_gate_up (2F, D), w_down (D, F)."""
+
+    wo: BlockScaled
+    ffn_norm_D: jax.Array
+    w_gate_up: BlockScaled
+    w_down: BlockScaled
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class After:
+    """Of the layer that attends next: norm_D, wqkv (N, D)."""
+
+    norm_D: jax.Array
+    wqkv: BlockScaled
+
+
+def between_attentions(
+    x_DM: jax.Array, o_MK: jax.Array | None, before: Before | None, after: After | None, eps: float
+) -> tuple[jax.Array, jax.Array | None]:
+    """(x_DM float32, qkv_MN bfloat16 or None)."""
+    x_MD, qkv_MN = x_DM.T.astype(jnp.float32), None
+    if before is not None and o_MK is not None:
+        x_MD = x_MD + _linear(o_MK.astype(jnp.float32), before.wo)
+        gate_MF, up_MF = jnp.split(_linear(_norm(x_MD, before.ffn_norm_D, eps), before.w_gate_up), 2, axis=-1)
+        x_MD = x_MD + _linear(jax.nn.silu(gate_MF) * up_MF, before.w_down)
+    if after is not None:
+        qkv_MN = _linear(_norm(x_MD, after.norm_D, eps), after.wqkv).astype(jnp.bfloat16)
+    return x_MD.T, qkv_MN
+
+
+def _linear(x_MK: jax.Array, w_NK: BlockScaled) -> jax.Array:
+    return block_scaled.block_scaled_matmul(quantize_blocks(x_MK, (1, BLOCK)), w_NK, jnp.dtype(jnp.float32))
+
+
+def _norm(x_MD: jax.Array, weight_D: jax.Array, eps: float) -> jax.Array:
+    return x_MD * jax.lax.rsqrt(jnp.mean(jnp.square(x_MD), axis=-1, keepdims=True) + eps) * weight_D.astype(jnp.float32)

@@ -1,0 +1,1 @@
+"""fast_frame: one frame of the fast transformer, all codebooks and draws, in one kernel."""

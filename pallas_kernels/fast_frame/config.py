@@ -1,0 +1,69 @@
+"""How one frame is laid over the blocks of the frame kernel."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .._persistent import HALF, Chain, Matmul, can_run, chain, tokens_of
+from ..types import BLOCK
+
+POSITIONS = 16
+"""Positions that a slot's keys have room for: 4 slots fill one 64-row tile."""
+SLOTS = HALF // POSITIONS
+"""Slots of one attention tile."""
+
+
+@dataclass(frozen=True)
+class Config:
+    """Choices of the frame kernel. `blocks`: all resident at once, one per SM; `x_stages`: activation tiles in flight.
+
+    `splits_*`: parts of K.
+    """
+
+    blocks: int = 132
+    splits_qkv: int = 2
+    splits_wo: int = 6
+    splits_down: int = 6
+    x_stages: int = 4
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Sizes of one frame, and the matmuls of a layer and of the head ("qkv", "wo", "gate_up", "down", "head")."""
+
+    H: int
+    G: int
+    F: int
+    L: int
+    C: int
+    chain: Chain
+
+    @property
+    def columns(self) -> int:
+        """Of an attention tile: 4 slots x the query heads of a kv head."""
+        return SLOTS * self.H // self.G
+
+
+def plan(config: Config, slots: int, D: int, H: int, G: int, F: int, L: int, C: int, codes: int) -> Plan:
+    """The layout of one frame; `codes` rows of the head, padded to 128."""
+    matmuls = {
+        "qkv": Matmul(H + 2 * G, D // BLOCK, config.splits_qkv, from_end=True),
+        "wo": Matmul(D // BLOCK, H, config.splits_wo, from_end=True),
+        "gate_up": Matmul(F // BLOCK, D // BLOCK, mats=2),
+        "down": Matmul(D // BLOCK, F // BLOCK, config.splits_down, from_end=True),
+        "head": Matmul(codes // BLOCK, D // BLOCK),
+    }
+    columns = SLOTS * H // G
+    attention = 2 * HALF * BLOCK * 2 + columns * (BLOCK * 2 + HALF * 2 + BLOCK * 5)
+    own = attention + C * BLOCK * 4 + 2 * 2 * HALF * 4
+    M = tokens_of(slots)
+    return Plan(H, G, F, L, C, chain(M, D, matmuls, config.blocks, config.x_stages, own))
+
+
+def why_not(p: Plan) -> str | None:
+    """None when the kernel holds this plan, else the reason."""
+    if p.C > POSITIONS:
+        return f"{p.C} codebooks; the kernel has room for {POSITIONS}"
+    if p.H % p.G or p.columns % 8 or p.columns > 64:
+        return f"{p.H} query heads over {p.G} kv heads; the kernel wants 2, 4, 8 or 16 to one"
+    return can_run(p.chain)

@@ -1,0 +1,149 @@
+"""What lies between two attentions, without a Hopper: the reference against float64, lowering, and the GPU interpreter.
+
+The interpreter runs in processes of its own, as in `test_fast_frame`.
+"""
+
+import os
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+from pallas_kernels._testing import TOLERANCES, gpu_interpreter, rel_err
+from pallas_kernels.between_attentions import api, mosaic_sm90, reference
+from pallas_kernels.between_attentions.arg_specs import SPECS
+from pallas_kernels.between_attentions.config import Config
+from pallas_kernels.quantize_blocks.reference import quantize_blocks
+
+D, K, F, N = 256, 384, 384, 512
+SMALL = Config(blocks=4, splits_qkv=1, splits_wo=2, splits_down=2, x_stages=2)
+EPS = 1e-6
+PARTS = {"between": (True, True), "first": (False, True), "last": (True, False)}
+
+
+def operands(M, seed, parts="between"):
+    rng = np.random.default_rng(seed)
+
+    def quantised(rows, columns):
+        values = rng.standard_normal((rows, columns)) * columns**-0.5 * np.exp(rng.standard_normal((rows, 1)))
+        return quantize_blocks(jnp.asarray(values, jnp.float32), (128, 128))
+
+    def norm():
+        return jnp.asarray(1 + 0.3 * rng.standard_normal(D), jnp.float32)
+
+    before = reference.Before(quantised(D, K), norm(), quantised(2 * F, D), quantised(D, F))
+    after = reference.After(norm(), quantised(N, D))
+    x, o = jnp.asarray(2 * rng.standard_normal((D, M)), jnp.float32), jnp.asarray(rng.standard_normal((M, K)))
+    has_before, has_after = PARTS[parts]
+    o = o.astype(jnp.bfloat16)
+    return x, o if has_before else None, before if has_before else None, after if has_after else None
+
+
+def oracle(x_DM, o_MK, before, after):
+    """Float64 throughout, but for the rounding to FP8 that the op is about."""
+
+    def linear(a, w):
+        blocks = np.asarray(a, np.float32).reshape(len(a), -1, 128)
+        scale = np.maximum(np.abs(blocks).max(-1, keepdims=True) * np.float32(1 / 448), np.float32(2.0**-126))
+        stored = (blocks / scale).astype(ml_dtypes.float8_e4m3fn).astype(np.float64) * scale
+        return stored.reshape(a.shape) @ np.asarray(w.dequantize(), np.float64).T
+
+    def normed(a, weight):
+        return a / np.sqrt(np.mean(a * a, -1, keepdims=True) + EPS) * np.asarray(weight, np.float64)
+
+    x, qkv = np.asarray(x_DM, np.float64).T, None
+    if before is not None:
+        x = x + linear(np.asarray(o_MK.astype(jnp.float32), np.float64), before.wo)
+        gate, up = np.split(linear(normed(x, before.ffn_norm_D), before.w_gate_up), 2, axis=-1)
+        x = x + linear(gate / (1 + np.exp(-gate)) * up, before.w_down)
+    if after is not None:
+        qkv = linear(normed(x, after.norm_D), after.wqkv)
+    return x.T, qkv
+
+
+@pytest.mark.parametrize("parts", PARTS)
+def test_reference_equals_float64(parts):
+    x, o, before, after = operands(5, 1, parts)
+    y, qkv = reference.between_attentions(x, o, before, after, EPS)
+    wanted, wanted_qkv = oracle(x, o, before, after)
+    assert rel_err(np.asarray(y), wanted) <= TOLERANCES["between_attentions", "float32"].bound
+    assert (qkv is None) == (wanted_qkv is None)
+    if qkv is not None:
+        error = rel_err(np.asarray(qkv.astype(jnp.float32)), wanted_qkv)
+        assert error <= TOLERANCES["between_attentions", "bfloat16"].bound
+
+
+def run_alone(case):
+    process = subprocess.run(
+        [sys.executable, __file__, case],
+        env={**os.environ, "NPROC": "40", "PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    assert process.returncode == 0, process.stderr[-3000:]
+    return process.stdout + process.stderr
+
+
+def interpreted(*arguments):
+    y, qkv = mosaic_sm90.between_attentions(*arguments, EPS, SMALL, gpu_interpreter())
+    return np.asarray(y), None if qkv is None else np.asarray(qkv.astype(jnp.float32))
+
+
+def case_equals_the_reference():
+    for parts in PARTS:
+        arguments = operands(3, 2, parts)
+        y, qkv = interpreted(*arguments)
+        wanted, wanted_qkv = reference.between_attentions(*arguments, EPS)
+        assert rel_err(y, np.asarray(wanted)) <= TOLERANCES["between_attentions", "float32"].bound, parts
+        if qkv is not None and wanted_qkv is not None:
+            error = rel_err(qkv, np.asarray(wanted_qkv.astype(jnp.float32)))
+            assert error <= TOLERANCES["between_attentions", "bfloat16"].bound, parts
+
+
+def case_a_token_depends_on_itself_alone():
+    x, o, before, after = operands(3, 3)
+    y, qkv = interpreted(x, o, before, after)
+    x, o = x.at[:, 0].set(jnp.nan).at[:, 2].set(1e4), o.at[0].set(jnp.inf)
+    others, other_qkv = interpreted(x, o, before, after)
+    np.testing.assert_array_equal(others[:, 1], y[:, 1])
+    np.testing.assert_array_equal(other_qkv[1], qkv[1])
+    assert np.isnan(others[:, 0]).all() and np.isfinite(others[:, 1:]).all()
+
+
+@pytest.mark.skipif(gpu_interpreter() is None, reason="the GPU interpreter runs FP8 from jax 0.11 on")
+@pytest.mark.parametrize("case", ["equals_the_reference", "a_token_depends_on_itself_alone"])
+def test_interpreter(case):
+    assert "RACE DETECTED" not in run_alone(case)
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)
+def test_lowers_for_cuda(spec):
+    def call(*arguments):
+        return mosaic_sm90.between_attentions(*arguments, EPS)
+
+    traced = jax.jit(call).trace(*spec.arguments())
+    assert str(traced.jaxpr).count("get_global") == 1, "one counter for all grid barriers, or each waits for its own"
+    assert "mosaic_gpu" in traced.lower(lowering_platforms=("cuda",)).as_text()
+
+
+def test_operands_that_do_not_fit_are_refused():
+    x, o, before, after = operands(3, 4)
+    for arguments, match in (
+        ((x, None, before, after), "o goes with"),
+        ((x, None, None, None), "must be there"),
+        ((x, o[:2], before, after), "o is"),
+        ((x[:128], o, before, after), "wo is"),
+    ):
+        with pytest.raises(ValueError, match=match):
+            api.between_attentions(*arguments, eps=EPS)
+    with pytest.raises(NotImplementedError, match="compute capability"):
+        api.between_attentions(x, o, before, after, eps=EPS, backend="mosaic")
+
+
+if __name__ == "__main__":
+    globals()[f"case_{sys.argv[1]}"]()
