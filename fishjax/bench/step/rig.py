@@ -142,7 +142,7 @@ def _frame_weights(model: DualAR) -> FastWeights:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Filled:
-    """Arrays of the model, of the codec, of the head and of the fused frame, in the order in which `bind` flattens them."""
+    """Arrays of the model, the codec, the head and the fused frame, in the order in which `bind` flattens them."""
 
     model: Any
     codec: Any
