@@ -107,11 +107,10 @@ class Engine:
     `precision` says how the head and the cache are kept (the weights come as they are); `max_reference_s` is the
     longest reference clip in seconds; at most `chunk_columns` of a prompt (None: what suits the platform) are read
     between two steps; snapshots of voices may take `voice_bytes`. With `sound_group` above 1, sound of a segment's
-    frames after its first ones is not made by `step` but by `sound`, so many frames at a time.
-    `fused` steps both transformers through fused kernels
-    (None: where they come first on this chip and know the model). `memory` is what all of it takes, `voices` what is
-    known of snapshots. Not thread-safe: one loop owns it. Raises InvalidRequest for sizes that cannot be, or that the
-    device has no room for.
+    frames after its first ones is not made by `step` but by `sound`, so many frames at a time. `fused` steps both
+    transformers through fused kernels (None: where they come first on this chip and know the model). `memory` is what
+    all of it takes, `voices` what is known of snapshots. Not thread-safe: one loop owns it. Raises InvalidRequest for
+    sizes that cannot be, or that the device has no room for.
     """
 
     def __init__(
