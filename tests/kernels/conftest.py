@@ -108,6 +108,13 @@ if gpu_interpreter() is not None:
     teach_block_scales()
 
 
+@pytest.fixture(autouse=True)
+def no_races(capsys):
+    """The interpreter's race detector only prints."""
+    yield
+    assert "RACE DETECTED" not in capsys.readouterr().out
+
+
 @dataclasses.dataclass(frozen=True)
 class Device(jax.sharding.AbstractDevice):
     """What JAX asks of the device that it lowers for."""
