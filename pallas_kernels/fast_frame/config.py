@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .._persistent import HALF, Chain, Matmul, can_run, chain, tokens_of
+from .._persistent import HALF, MAX_TOKENS, Chain, Matmul, can_run, chain, tokens_of
 from ..types import BLOCK
 
 POSITIONS = 16
@@ -29,14 +29,23 @@ class Config:
 
 @dataclass(frozen=True)
 class Plan:
-    """Sizes of one frame, and the matmuls of a layer and of the head ("qkv", "wo", "gate_up", "down", "head")."""
+    """Sizes of one frame, and the matmuls of a layer and of the head ("qkv", "wo", "gate_up", "down", "head").
+
+    slots: rounded up, so that four of them or none are in an attention tile.
+    """
 
     H: int
     G: int
     F: int
     L: int
     C: int
+    slots: int
     chain: Chain
+
+    @property
+    def paired(self) -> bool:
+        """Whether positions 0 and 1 go in together: tokens `slots` ... hold position 0 in the first pass."""
+        return self.slots < self.chain.M
 
     @property
     def columns(self) -> int:
@@ -56,8 +65,10 @@ def plan(config: Config, slots: int, D: int, H: int, G: int, F: int, L: int, C: 
     columns = SLOTS * H // G
     attention = 2 * HALF * BLOCK * 2 + columns * (BLOCK * 2 + HALF * 2 + BLOCK * 5)
     own = attention + C * BLOCK * 4 + 2 * 2 * HALF * 4
-    M = tokens_of(slots)
-    return Plan(H, G, F, L, C, chain(M, D, matmuls, config.blocks, config.x_stages, own))
+    M = tokens_of(2 * slots)
+    M = M if M <= MAX_TOKENS else tokens_of(slots)
+    frame_slots = M // 2 if 2 * slots <= M else M
+    return Plan(H, G, F, L, C, frame_slots, chain(M, D, matmuls, config.blocks, config.x_stages, own))
 
 
 def why_not(p: Plan) -> str | None:

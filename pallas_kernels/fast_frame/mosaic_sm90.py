@@ -6,7 +6,7 @@
 
 A double line is a matmul, an arrow a grid barrier: see `_persistent`. Attention takes four slots and a kv head at a
 time: rows are 16 positions x 4 slots, columns query heads x 4 slots, and a column sees its own slot's rows. Keys and
-values of the frame stay in L2.
+values of the frame stay in L2. Up to 32 slots, positions 0 and 1 go in together: position 0 as tokens behind the others.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def fast_frame(
     B, p = len(hidden_BD), _plan(len(hidden_BD), weights, config)
     if reason := layout.why_not(p):
         raise NotImplementedError(f"fast_frame: {reason}")
-    more = p.chain.M - B
+    more = p.slots - B
     given = _Given(
         hidden=jnp.pad(hidden_BD.astype(bf16), ((0, more), (0, 0))),
         semantic=jnp.pad(semantic_B.astype(jnp.int32), (0, more)),
@@ -89,7 +89,7 @@ def _plan(slots: int, weights: FastWeights, config: Config | None) -> Plan:
 
 
 class _Given(NamedTuple):
-    """Per token: hidden (M, D) bfloat16; semantic, temperature, top_p, top_k (M,); gumbel (C - 1, M, codes) float32."""
+    """Per slot: hidden (B, D) bfloat16; semantic, temperature, top_p, top_k (B,); gumbel (C - 1, B, codes) float32."""
 
     hidden: Any
     semantic: Any
@@ -131,7 +131,8 @@ class _Own(NamedTuple):
 
 def _launch(p: Plan, given: _Given, weights: FastWeights, interpret) -> tuple[jax.Array, jax.Array]:
     c, H, G, L, C = p.chain, p.H, p.G, p.L, p.C
-    M, tm, kb, R, columns = c.M, c.tm, c.D // BLOCK, H // G, p.columns
+    M, tm, kb, R, columns, slots = c.M, c.tm, c.D // BLOCK, H // G, p.columns, p.slots
+    first_pass = int(p.paired)  # the position of most tokens in it
     matmuls, head = [c.matmuls[name] for name in _LAYER], c.matmuls["head"]
     qkv, wo, gate_up, down = matmuls
     code_rows = -(-head.tiles * 2 // HALF) * HALF  # of 64 codes: whole register tiles
@@ -148,17 +149,17 @@ def _launch(p: Plan, given: _Given, weights: FastWeights, interpret) -> tuple[ja
 
         def unit_of(position, layer, which: int):
             """Weight tiles that this block streams before matmul `which` of a layer."""
-            before = position * L * units_a_layer + draws_before(position) * units_a_head
+            before = (position - first_pass) * L * units_a_layer + draws_before(position) * units_a_head
             return before + layer * units_a_layer + sum(units[:which])
 
         def epoch_of(position, layer, which: int):
             """Grid barriers up to and with number `which` of a layer."""
-            before = position * (1 + L * _SYNCS_A_LAYER) + draws_before(position) * _SYNCS_A_DRAW
+            before = (position - first_pass) * (1 + L * _SYNCS_A_LAYER) + draws_before(position) * _SYNCS_A_DRAW
             return before + 1 + layer * _SYNCS_A_LAYER + which
 
         @pl.when(thread == 2)
         def _stream():
-            @pl.loop(0, C)
+            @pl.loop(first_pass, C)
             def _position(position):
                 @pl.loop(0, L)
                 def _layer(layer):
@@ -176,55 +177,66 @@ def _launch(p: Plan, given: _Given, weights: FastWeights, interpret) -> tuple[ja
 
         def embed(position, tile, token):
             at = pl.ds(tile * BLOCK, BLOCK)
+            here = [lax.rem(token + i, slots) for i in range(tm)]
             # All loads before the first use: each takes as long as a memory access.
-            first = [given_g.semantic[token + i] for i in range(tm)]
-            drawn = [codes_g[token + i, jnp.maximum(position - 1, 1)] for i in range(tm)]
+            first = [given_g.semantic[slot] for slot in here]
+            drawn = [codes_g[slot, jnp.maximum(position - 1, 1)] for slot in here]
 
             def copy(i, into, barrier):
-                @pl.when(position == 0)
-                def _hidden():
-                    plgpu.copy_gmem_to_smem(given_g.hidden.at[token + i, at], into, barrier)
+                hidden = (position == 0) | (token + i >= slots)
 
-                @pl.when(position > 0)
+                @pl.when(hidden)
+                def _hidden():
+                    plgpu.copy_gmem_to_smem(given_g.hidden.at[here[i], at], into, barrier)
+
+                @pl.when(~hidden)
                 def _code():
                     code = jnp.where(position == 1, first[i], drawn[i])
                     plgpu.copy_gmem_to_smem(w_g.embeddings_ND.at[code, at], into, barrier)
 
             walk.settle(walk.gathered(copy), r_g, w_g.norms_ID.at[0], tile, token)
 
+        def rope(position, part: int, token):
+            """Cosines (part 0) or sines of each token's position, (64, tm)."""
+            now, begin = (load(own.rope.at[at, part], ROW, optimized=False) for at in (position, 0))
+            tile = (HALF, tm)
+            begins = token + plgpu.broadcasted_iota(jnp.int32, tile, 1, layout=ACC) >= slots
+            return jnp.where(begins, over_columns(begin, tile), over_columns(now, tile))
+
         def rotate(position, layer, head, token):
             """Queries, keys, values of one head: scale by 1 / rms, rotate, round, put where attention looks."""
             value = walk.summed(qkv, head, token)
             value *= over_rows(walk.inverse_rms(r_g.squares, token, weights.eps), (BLOCK, tm))
             rotated = head < H + G
-            cosine, sine = (load(own.rope.at[position, part], ROW, optimized=False) for part in range(2))
+            cosine, sine = (rope(position, part, token) for part in range(2))
             cosine, sine = jnp.where(rotated, cosine, 1.0), jnp.where(rotated, sine, 0.0)
-            cosine, sine = (over_columns(part, (HALF, tm)) for part in (cosine, sine))
             rows = walk.head_rows(walk.rotated(value, cosine, sine))
             for four in range(tm // SLOTS):
                 some, group = rows.at[pl.ds(four * SLOTS, SLOTS)], lax.div(token, SLOTS) + four
+                begins = group * SLOTS >= slots  # these tokens hold position 0, of the slots so many groups before
+                to = lax.rem(group, slots // SLOTS) * HALF + jnp.where(begins, 0, position * SLOTS)
+                kept = ~begins | (position == first_pass)
 
                 @pl.when(head < H)
                 def _query(some=some, group=group):
-                    to = pl.ds(group * columns + lax.rem(head, R) * SLOTS, SLOTS)
-                    plgpu.copy_smem_to_gmem(some, g.q.at[lax.div(head, R), to])
+                    at = pl.ds(group * columns + lax.rem(head, R) * SLOTS, SLOTS)
+                    plgpu.copy_smem_to_gmem(some, g.q.at[lax.div(head, R), at])
 
-                @pl.when((head >= H) & rotated)
-                def _key(some=some, group=group):
-                    to = pl.ds(group * HALF + position * SLOTS, SLOTS)
-                    plgpu.copy_smem_to_gmem(some, g.k.at[layer, head - H, to])
+                @pl.when((head >= H) & rotated & kept)
+                def _key(some=some, to=to):
+                    plgpu.copy_smem_to_gmem(some, g.k.at[layer, head - H, pl.ds(to, SLOTS)])
 
-                @pl.when(~rotated)
-                def _value(some=some, group=group):
-                    to = pl.ds(group * HALF + position * SLOTS, SLOTS)
-                    plgpu.copy_smem_to_gmem(some, g.v.at[layer, head - H - G, to])
+                @pl.when(~rotated & kept)
+                def _value(some=some, to=to):
+                    plgpu.copy_smem_to_gmem(some, g.v.at[layer, head - H - G, pl.ds(to, SLOTS)])
 
             plgpu.wait_smem_to_gmem(0)
 
         def attend(position, layer, index):
             """Four slots and one kv head."""
-            kv_head, group = lax.div(index, M // SLOTS), lax.rem(index, M // SLOTS)
-            rows, tile = pl.ds(group * HALF, HALF), (HALF, columns)
+            kv_head, group = lax.rem(index, G), lax.div(index, G)
+            begins = group * SLOTS >= slots
+            rows, tile = pl.ds(lax.rem(group, slots // SLOTS) * HALF, HALF), (HALF, columns)
             plgpu.copy_gmem_to_smem(g.q.at[kv_head, pl.ds(group * columns, columns)], own.q, own.kv_loaded)
             plgpu.copy_gmem_to_smem(g.k.at[layer, kv_head, rows], own.k, own.kv_loaded)
             plgpu.copy_gmem_to_smem(g.v.at[layer, kv_head, rows], own.v, own.kv_loaded)
@@ -236,7 +248,7 @@ def _launch(p: Plan, given: _Given, weights: FastWeights, interpret) -> tuple[ja
 
             logits = pl.run_scoped(scores, plgpu.WGMMAAccumulatorRef(tile, f32))
             row, column = (plgpu.broadcasted_iota(jnp.int32, tile, axis, layout=ACC) for axis in range(2))
-            live = (row < SLOTS * (position + 1)) & ((row & (SLOTS - 1)) == (column & (SLOTS - 1)))
+            live = (row < SLOTS * jnp.where(begins, 1, position + 1)) & ((row & (SLOTS - 1)) == (column & (SLOTS - 1)))
             logits = jnp.where(live, logits * (BLOCK**-0.5 * math.log2(math.e)), -jnp.inf)
             weight = jnp.exp2(logits - over_rows(jnp.max(logits, axis=0), tile))
             total = jnp.sum(weight, axis=0)
@@ -334,8 +346,9 @@ def _launch(p: Plan, given: _Given, weights: FastWeights, interpret) -> tuple[ja
 
             plgpu.barrier_wait(own.rope_loaded)
 
-            @pl.loop(0, C)
+            @pl.loop(first_pass, C)
             def _position(position):
+                tiles = G * jnp.where(position == first_pass, M, slots) // SLOTS
                 walk.tile_tasks(kb, functools.partial(embed, position))
                 walk.sync(epoch_of(position, 0, 0))
                 inverse_rms = functools.partial(walk.all_inverse_rms, r_g.squares, weights.eps)
@@ -355,7 +368,7 @@ def _launch(p: Plan, given: _Given, weights: FastWeights, interpret) -> tuple[ja
 
                     @pl.when(thread == 0)
                     def _attention():
-                        @pl.loop(block, G * (M // SLOTS), step=c.blocks)
+                        @pl.loop(block, tiles, step=c.blocks)
                         def _task(index):
                             attend(position, layer, index)
 
@@ -377,11 +390,11 @@ def _launch(p: Plan, given: _Given, weights: FastWeights, interpret) -> tuple[ja
                     finish = functools.partial(put_logits, position)
                     walk.multiply(head, unit_of(position, L, 0), r_g.h, r_g.h_scale, finish, inverse_rms)
                     walk.sync(epoch_of(position, L, 1))
-                    walk.tasks(M, functools.partial(draw, position))
+                    walk.tasks(slots, functools.partial(draw, position))
                     walk.sync(epoch_of(position, L, 2))
 
     struct = jax.ShapeDtypeStruct
-    past = struct((L, G, M * POSITIONS, BLOCK), bf16)
+    past = struct((L, G, slots * POSITIONS, BLOCK), bf16)
     between = _Between(
         struct((C - 1, M, code_rows, HALF), f32),
         struct(c.partial_shape, f32),
@@ -406,7 +419,7 @@ def _launch(p: Plan, given: _Given, weights: FastWeights, interpret) -> tuple[ja
     )
     codes, _, between = plgpu.kernel(
         body,
-        out_type=(struct((M, C), jnp.int32), c.residual(), between),
+        out_type=(struct((slots, C), jnp.int32), c.residual(), between),
         scratch_types=(scratch(c, one_cluster=one_cluster), own),
         compiler_params=LANE,
         interpret=interpret,

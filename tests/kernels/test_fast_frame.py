@@ -49,17 +49,17 @@ def weights(seed):
     return fast_weights(layers, embeddings, norm(), quantised(CODES, D, 3.0), rope, 1e-6)
 
 
-def operands(seed):
-    """hidden, semantic, draws: one slot greedy, one with a nucleus, one with all candidates."""
+def operands(seed, slots=B):
+    """hidden, semantic, draws: slots that are greedy, that have a nucleus, that take all candidates."""
     rng = np.random.default_rng(seed)
-    hidden = jnp.asarray(rng.standard_normal((B, D)), jnp.bfloat16)
+    hidden = jnp.asarray(rng.standard_normal((slots, D)), jnp.bfloat16)
     draws = reference.Draws(
-        jnp.asarray([0.7, 0.9, 1.3], jnp.float32),
-        jnp.asarray([0.8, 0.7, 1.0], jnp.float32),
-        jnp.asarray([1, 30, 12], jnp.int32),
-        jnp.asarray(rng.gumbel(size=(C - 1, B, CODES)), jnp.float32),
+        jnp.asarray(np.resize([0.7, 0.9, 1.3], slots), jnp.float32),
+        jnp.asarray(np.resize([0.8, 0.7, 1.0], slots), jnp.float32),
+        jnp.asarray(np.resize([1, 30, 12], slots), jnp.int32),
+        jnp.asarray(rng.gumbel(size=(C - 1, slots, CODES)), jnp.float32),
     )
-    return hidden, jnp.asarray(rng.integers(0, CODES, B), jnp.int32), draws
+    return hidden, jnp.asarray(rng.integers(0, CODES, slots), jnp.int32), draws
 
 
 def interpreted(hidden, semantic, w, draws):
@@ -79,8 +79,8 @@ def run_alone(case):
     return process.stdout + process.stderr
 
 
-def case_equals_the_reference():
-    w, (hidden, semantic, draws) = weights(1), operands(2)
+def case_equals_the_reference(slots=B):
+    w, (hidden, semantic, draws) = weights(1), operands(2, slots)
     codes, logits = interpreted(hidden, semantic, w, draws)
     wanted_codes, wanted = reference.fast_frame(hidden, semantic, w, draws)
     np.testing.assert_array_equal(codes, wanted_codes)
@@ -91,6 +91,13 @@ def case_equals_the_reference():
     assert max(errors) <= TOLERANCES["fast_frame", "one value flipped"].bound
     for position in range(1, C):
         np.testing.assert_array_equal(codes[:, position], reference.draw(logits[position - 1], draws, position))
+
+
+def case_equals_the_reference_position_by_position():
+    """As with more than 32 slots, where two tokens a slot have no room."""
+    config.MAX_TOKENS = 8
+    assert not mosaic_sm90._plan(5, weights(1), SMALL).paired and mosaic_sm90._plan(B, weights(1), SMALL).paired
+    case_equals_the_reference(slots=5)
 
 
 def case_a_slot_depends_on_itself_alone():
@@ -105,7 +112,10 @@ def case_a_slot_depends_on_itself_alone():
 
 
 @pytest.mark.skipif(gpu_interpreter() is None, reason="the GPU interpreter runs FP8 from jax 0.11 on")
-@pytest.mark.parametrize("case", ["equals_the_reference", "a_slot_depends_on_itself_alone"])
+@pytest.mark.parametrize(
+    "case",
+    ["equals_the_reference", "equals_the_reference_position_by_position", "a_slot_depends_on_itself_alone"],
+)
 def test_interpreter(case):
     assert "RACE DETECTED" not in run_alone(case)
 
