@@ -31,7 +31,7 @@ def decode_attention(
       v_cache: like k_cache.
       lengths_B: (B,) int32, live positions of each slot; 0 gives a row of zeros, more than S counts as S.
       scale: factor on the logits; None means d ** -0.5.
-      backend: None, "reference" or "mosaic" (bfloat16 q; cache bfloat16 or ScaledKV; d 64 or 128).
+      backend: None, "reference" or "mosaic" (bfloat16 q; cache bfloat16 or ScaledKV; d 128, or 64 on Hopper).
       config: tile choices of the mosaic kernel; None takes the default for the shape.
 
     Returns:

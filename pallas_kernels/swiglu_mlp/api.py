@@ -28,7 +28,7 @@ def swiglu_mlp(
       x_MD: (M, D) bfloat16 or float32.
       w_gate_up: (2F, D), F gate rows and then F up rows; an array, BlockScaled or MxScaled.
       w_down: (D, F), the same kind. With BlockScaled D and F are multiples of 128, with MxScaled of 32.
-      backend: None, "reference" or "mosaic" (BlockScaled weights, M up to 32 at S2-Pro's size).
+      backend: None, "reference" or "mosaic" (BlockScaled weights).
       config: tile choices of the mosaic kernel; None takes the first that fits.
 
     Returns:
