@@ -6,7 +6,7 @@
 
 A double line is a matmul, an arrow a grid barrier: see `_persistent`. Attention takes four slots and a kv head at a
 time: rows are 16 positions x 4 slots, columns query heads x 4 slots, and a column sees its own slot's rows. Keys and
-values of the frame stay in L2. Up to 32 slots, positions 0 and 1 go in together: position 0 as tokens behind the others.
+values of the frame stay in L2. Up to 32 slots, positions 0 and 1 go in together: position 0 as tokens behind the rest.
 """
 
 from __future__ import annotations
