@@ -94,7 +94,7 @@ def choose(
             raise NotImplementedError(f"{op}: backend 'mosaic' cannot run: {reason}")
         return kernel
     if reason is None and capability not in COMES_FIRST[op]:
-        reason = f"runs on compute capability {capability} for who asks for it: docs/portability.md says what was run"
+        reason = f"taken on compute capability {capability} only by name: docs/portability.md says what was run"
     _say_once(op, Backend.REFERENCE if reason else Backend.MOSAIC, f" (mosaic: {reason})" if reason else "")
     return None if reason else kernel
 

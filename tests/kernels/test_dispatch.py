@@ -81,7 +81,7 @@ def test_none_takes_a_kernel_where_it_has_run_and_says_once(monkeypatch, caplog)
     assert [r.message for r in caplog.records] == [
         "block_scaled_matmul runs on mosaic",
         "block_scaled_matmul runs on reference (mosaic: needs more)",
-        "block_scaled_matmul runs on reference (mosaic: runs on compute capability 10.0 for who asks for it: "
+        "block_scaled_matmul runs on reference (mosaic: taken on compute capability 10.0 only by name: "
         "docs/portability.md says what was run)",
     ]
 
