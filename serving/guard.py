@@ -23,6 +23,7 @@ from fishjax.errors import DeadlineExceeded, FishjaxError, InvalidRequest, Queue
 from .call import STATUS, Calls, Context, end
 
 _RETRY_S = 5.0  # when too many hold a place: nobody knows when one of them leaves
+_EOF: Any = grpc.aio.EOF  # pyright: ignore[reportAttributeAccessIssue]
 Answer = Callable[[AsyncIterator[Any], Context], Awaitable[None]]
 
 
@@ -66,24 +67,25 @@ class Guard(grpc.aio.ServerInterceptor):
         return guarded
 
     def _unary(self, path: str, handler: Any) -> Answer:
-        async def answer(requests: AsyncIterator[Any], context: Context) -> None:
+        async def answer(_: AsyncIterator[Any], context: Context) -> None:
             if path not in self._places:
                 self._calls.whose(context)  # before its request is waited for
-            request = await self._only(requests)
+            # Not kept here: the handler lets go of a request that it has read.
             if handler.response_streaming:
-                await handler.unary_stream(request, context)
+                await handler.unary_stream(await self._only(context), context)
             else:
-                await context.write(await handler.unary_unary(request, context))
+                await context.write(await handler.unary_unary(await self._only(context), context))
 
         return answer
 
-    async def _only(self, requests: AsyncIterator[Any]) -> Any:
+    async def _only(self, context: Context) -> Any:
+        """The request. Read from the context: the iterator of requests keeps the last one that it gave."""
         try:
             async with asyncio.timeout(self._patience_s):
-                request = await anext(requests, None)
+                request = await context.read()
         except TimeoutError:
             raise DeadlineExceeded(f"the request did not come within {self._patience_s:g} s") from None
-        if request is None:
+        if request is _EOF:
             raise InvalidRequest("the call ended without a request: send one message")
         return request
 

@@ -28,12 +28,12 @@ class Clip:
 @dataclass(frozen=True, slots=True)
 class SpeechRequest:
     """What a caller asked for, checked. `text` is None where it arrives in pieces; the deadline is in seconds of the
-    server's monotonic clock.
+    server's monotonic clock. `clips` is emptied once they are read: a request that waits holds no megabytes of sound.
     """
 
     request_id: str
     text: str | None
-    clips: tuple[Clip, ...]
+    clips: list[Clip]
     voice: tuple[Reference, ...]  # of a stored voice, instead of clips
     sampling: SamplingParams
     audio_format: AudioFormat

@@ -76,6 +76,7 @@ class TtsServicer(tts_pb2_grpc.TtsServicer):
         """Speak a text: header, audio messages, summary."""
         async with self._calls.answering(context, "Synthesize") as call:
             asked = self._parse(request, check_text(request.text, self._config), call)
+            del request  # and its clips, which may be megabytes
             with self._keys.using(call.key, self._clock()):
                 await self._speak(call, asked, context)
 
@@ -88,6 +89,7 @@ class TtsServicer(tts_pb2_grpc.TtsServicer):
             if start is None or not start.HasField("start"):
                 raise InvalidRequest("the first message of SynthesizeLive must be 'start'")
             asked = self._parse(start.start, None, call)
+            del start  # and its clips
             with self._keys.using(call.key, self._clock()):
                 await self._speak(call, asked, context, self._pieces(request_iterator))
 
@@ -295,7 +297,7 @@ def parse(
     return SpeechRequest(
         request_id=call.request_id,
         text=text,
-        clips=check_clips(message.references, config),
+        clips=list(check_clips(message.references, config)),
         voice=voices.get(message.voice_id).references if message.voice_id else (),
         sampling=_sampling(message.sampling, speech),
         audio_format=FORMATS[message.format],

@@ -71,7 +71,8 @@ class Session:
         request = self._request
         self._loop.reserve(request.request_id, request.priority, deadline_s=request.deadline_s)
         try:
-            references = request.voice or await self._read(request.clips)
+            references = request.voice or await self._read(tuple(request.clips))
+            request.clips.clear()
             self._utterance = await self._in_pool(self._speech.utterance, request.text, references, request.sampling)
             if request.text is not None:
                 self._submit()

@@ -2,6 +2,8 @@
 
 import asyncio
 import io
+import os
+import subprocess
 from concurrent.futures import ThreadPoolExecutor
 
 import grpc
@@ -13,6 +15,7 @@ from fishjax.client import Client
 from fishjax.errors import InvalidRequest, VoiceExists, VoiceNotFound, VoicesFull, WeightsError
 from fishjax.rpc.v1 import tts_pb2
 from fishjax.text.prompt import Reference
+from serving._testing import FakeEngine
 from serving.request import Clip
 from serving.voices import Voice, VoiceStore, check_voice_id, clips_digest
 
@@ -282,3 +285,25 @@ async def test_the_default_voice_is_read_once_and_copied_after(serve_minnow):
         await speak(running, text="find the blue box.")
         assert (voices.hits, voices.misses) == (before[0] + 2, before[1])
         assert voices.num_bytes > 0
+
+
+def resident_mb():
+    pages = subprocess.run(["ps", "-o", "rss=", "-p", str(os.getpid())], capture_output=True, text=True, check=True)
+    return int(pages.stdout) / 1000
+
+
+async def test_requests_that_wait_have_let_go_of_their_clips(serve):
+    """Else a full queue would hold gigabytes: each request would keep its message and its clips, 10 MB each."""
+    audio = clip(59.0, rate=88_200)
+    request = tts_pb2.SynthesizeRequest(text="a b", references=references((audio, "x")))
+    async with serve(FakeEngine(num_slots=1)) as running:
+        running.engine.gate.close()
+        calls = []
+        for number in range(15):
+            if number == 3:
+                before_mb = resident_mb()
+            calls.append(running.tts.Synthesize(request))
+            assert (await calls[-1].read()).HasField("header")
+        assert resident_mb() - before_mb < 12 * len(audio) / 1e6 / 2
+        for call in calls:
+            call.cancel()
