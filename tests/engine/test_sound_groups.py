@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from fishjax.codec import Codec
-from fishjax.engine.engine import SINGLE_FRAMES, Engine
+from fishjax.engine.engine import SINGLE_FRAMES, Engine, sound_group_for
 from fishjax.engine.sampling_params import SamplingParams
 
 IM_END = 422  # of the golden tokenizer
@@ -141,6 +141,12 @@ def test_a_segment_after_one_that_was_left_in_the_middle_of_a_group(grouping, pr
     for _ in range(FRAMES):
         listener.hear(grouping.step([2]).result())
     check_same(listener.finish(), alone)
+
+
+def test_servers_with_few_slots_on_a_gpu_group(monkeypatch):
+    assert sound_group_for(1) == 1
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    assert [sound_group_for(num_slots) for num_slots in (1, 16, 17, 64)] == [4, 4, 1, 1]
 
 
 def test_nothing_compiles_for_groups(grouping, mine, compiles):

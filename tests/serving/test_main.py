@@ -1,6 +1,7 @@
 """The process: signals, exit codes, the command line."""
 
 import asyncio
+import logging
 import os
 import re
 import signal
@@ -156,7 +157,16 @@ def started(monkeypatch, tmp_path):
         result = CliRunner().invoke(command_line.app, [*cache, *arguments], env=environment)
         return result, seen.get("options"), seen.get("config")
 
-    return start
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    yield start
+    root.handlers[:] = handlers  # those of the command line write to what the runner has closed
+    root.setLevel(level)
+
+
+def test_memory_for_voices_is_given_in_mebibytes(started):
+    assert started("--voice-memory", "3")[1]["voice_bytes"] == 3 * 2**20
+    assert started()[1]["voice_bytes"] == 512 * 2**20
 
 
 FILE = 'slots = 8\nmax-queue = 5\ndrain = 1\nhost = "::1"\nlog-json = true\nvoices = "some/folder"\n'
