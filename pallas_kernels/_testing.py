@@ -6,6 +6,7 @@ NumPy only, so that an oracle never depends on the compiler it judges.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -94,6 +95,33 @@ def swiglu_oracle(
     gate, up = np.split(h, 2, axis=1)
     a = gate / (1 + np.exp(-gate)) * up
     return block_dequant(*e4m3_rows(a), (1, 128)) @ w_down.T
+
+
+def between_oracle(
+    x_DM: np.ndarray,
+    o_MK: np.ndarray | None,
+    before: tuple[np.ndarray, ...] | None,
+    after: tuple[np.ndarray, ...] | None,
+    eps: float,
+) -> tuple[np.ndarray, Any]:
+    """Float64 `between_attentions` on dense weights, every matmul's left operand quantised 1 x 128.
+
+    before: wo, ffn_norm, w_gate_up, w_down. after: norm, wqkv.
+    """
+
+    def linear(a, w):
+        return block_dequant(*e4m3_rows(a), (1, 128)) @ w.astype(np.float64).T
+
+    def normed(a, weight):
+        return a / np.sqrt(np.mean(a * a, -1, keepdims=True) + eps) * weight.astype(np.float64)
+
+    x = x_DM.astype(np.float64).T
+    if before is not None and o_MK is not None:
+        wo, ffn_norm, w_gate_up, w_down = before
+        x = x + linear(o_MK.astype(np.float64), wo)
+        gate, up = np.split(linear(normed(x, ffn_norm), w_gate_up), 2, axis=-1)
+        x = x + linear(gate / (1 + np.exp(-gate)) * up, w_down)
+    return x.T, None if after is None else linear(normed(x, after[0]), after[1])
 
 
 def attention_oracle(

@@ -14,6 +14,7 @@ import numpy as np
 
 from fishjax.errors import InvalidRequest
 from pallas_kernels import _tuned
+from pallas_kernels.between_attentions import arg_specs as between_specs
 from pallas_kernels.block_scaled_matmul import arg_specs as matmul_specs
 from pallas_kernels.decode_attention import arg_specs as attention_specs
 from pallas_kernels.mx_matmul import arg_specs as mx_specs
@@ -21,7 +22,7 @@ from pallas_kernels.prepare import ROW_MULTIPLE
 from pallas_kernels.swiglu_mlp import arg_specs as mlp_specs
 from pallas_kernels.types import BLOCK, MX_BLOCK
 
-OPS = ("block_scaled_matmul", "mx_matmul", "swiglu_mlp", "decode_attention")
+OPS = ("block_scaled_matmul", "mx_matmul", "swiglu_mlp", "decode_attention", "between_attentions")
 MATMULS = {"block_scaled_matmul": matmul_specs, "mx_matmul": mx_specs}
 """One weight (N, K); x may come quantised."""
 PEERS = ("xla_bf16", "xla_fp8", "torch_compile_bf16", "torch_block_fp8")
@@ -35,9 +36,9 @@ MIXED_SEED = 0
 class Case:
     """One row: an op at one shape with m rows.
 
-    op: a name in OPS. name: of the shape in the op's arg_specs, or "custom". shape: N, K (matmul), D, F (MLP) or
-    H, G, S, d, cache, lengths (attention). m: rows; active slots for attention. input: "quantized" when x comes
-    quantised (the matmuls alone), else "bfloat16".
+    op: a name in OPS. name: of the shape in the op's arg_specs, or "custom". shape: N, K (matmul), D, F (MLP),
+    D, K, N, F (between attentions) or H, G, S, d, cache, lengths (attention). m: rows; active slots for attention.
+    input: "quantized" when x comes quantised (the matmuls alone), else "bfloat16".
     """
 
     op: str
@@ -86,7 +87,12 @@ def grid() -> list[Case]:
         for lengths in ("full", "mixed")
         if lengths == "full" or (spec.B, spec.S) == (64, 1024)
     ]
-    return matmuls + mlps + attention
+    between = [_between("s2_pro", between_specs.BetweenSpec("s2_pro", m)) for m in between_specs.ROWS]
+    return matmuls + mlps + attention + between
+
+
+def _between(name: str, spec: between_specs.BetweenSpec) -> Case:
+    return Case("between_attentions", name, {"D": spec.D, "K": spec.K, "N": spec.N, "F": spec.F}, spec.M)
 
 
 def _attention(spec: attention_specs.AttentionSpec, cache: str, lengths: str) -> Case:
@@ -101,6 +107,7 @@ def tiny_grid() -> list[Case]:
         *(Case(op, "tiny", {"N": 256, "K": 256}, 8, kind) for op in MATMULS for kind in ("quantized", "bfloat16")),
         Case("swiglu_mlp", "tiny", {"D": 128, "F": 256}, 8),
         *(_attention(small, cache, "full") for cache in attention_specs.CACHES),
+        _between("tiny", between_specs.BetweenSpec("tiny", 8, D=256, K=256, N=256, F=256)),
     ]
 
 
@@ -165,8 +172,10 @@ def weight_bytes(case: Case, peer: str | None = None) -> int:
 
 
 def matrices_of(case: Case) -> list[tuple[int, int]]:
-    """(rows, columns) of each weight of a matmul or an MLP."""
+    """(rows, columns) of each weight of a matmul, an MLP, or between attentions (wo, gate and up, down, wqkv)."""
     s = case.shape
+    if case.op == "between_attentions":
+        return [(s["D"], s["K"]), (2 * s["F"], s["D"]), (s["D"], s["F"]), (s["N"], s["D"])]
     return [(s["N"], s["K"])] if case.op in MATMULS else [(2 * s["F"], s["D"]), (s["D"], s["F"])]
 
 
@@ -177,6 +186,8 @@ def floor_us(case: Case) -> float:
         activations = 2 * case.m * s["H"] * s["d"] * 2
     elif case.op == "swiglu_mlp":
         activations = 2 * case.m * s["D"] * 2
+    elif case.op == "between_attentions":
+        activations = case.m * (2 * s["K"] + 2 * s["N"] + 2 * 4 * s["D"])
     else:
         scales = s["K"] // MX_BLOCK if case.op == "mx_matmul" else s["K"] // BLOCK * 4
         each = s["K"] + scales if case.input == "quantized" else 2 * s["K"]
@@ -191,6 +202,8 @@ def tuned_key(case: Case) -> str:
         parts = (case.m, s["G"], s["S"], s["d"], s["cache"])
     elif case.op == "swiglu_mlp":
         parts = (_tuned.bucket(case.m), s["D"], s["F"])
+    elif case.op == "between_attentions":
+        parts = (_tuned.bucket(case.m), s["D"], s["K"], s["N"], s["F"])
     else:
         parts = (_tuned.bucket(case.m), -(-s["N"] // ROW_MULTIPLE) * ROW_MULTIPLE, s["K"])
     return "x".join(map(str, parts))

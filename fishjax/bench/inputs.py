@@ -19,11 +19,23 @@ from pallas_kernels.types import BLOCK
 from .cases import MATMULS, Case, lengths_of, matrices_of
 
 REFERENCE = "reference"
+EPS = 1e-6
 
 
 def make_x(case: Case, seed: jax.Array) -> Any:
-    """What each call of the chain reads: x (M, K), bfloat16 or quantised; (q, lengths) for attention."""
+    """What each call of the chain reads: x (M, K), bfloat16 or quantised; (q, lengths) for attention.
+
+    Between attentions: (residual (D, M), o (M, K), norm (D,)).
+    """
     key = jax.random.key(seed)
+    if case.op == "between_attentions":
+        x, o, norm = jax.random.split(key, 3)
+        D, K = case.shape["D"], case.shape["K"]
+        return (
+            2 * jax.random.normal(x, (D, case.m)),
+            jax.random.normal(o, (case.m, K)).astype(jnp.bfloat16),
+            1 + 0.3 * jax.random.normal(norm, (D,)),
+        )
     if case.op == "decode_attention":
         q = 2 * jax.random.normal(key, (case.m, case.shape["H"], case.shape["d"]))
         return q.astype(jnp.bfloat16), jnp.asarray(lengths_of(case))
@@ -60,7 +72,7 @@ def make_w(case: Case, seed: jax.Array) -> tuple[Any, ...]:
         return tuple(prepare_weights(quantize_mx(w, backend=REFERENCE), case.op) for w in dense)
     if case.op != "decode_attention":
         quantized = (quantize_blocks(w, (BLOCK, BLOCK), backend=REFERENCE) for w in dense)
-        return tuple(prepare_weights(w, case.op) for w in quantized)
+        return tuple(prepare_weights(w, "block_scaled_matmul") for w in quantized)
     if case.shape["cache"] == "float8":
         return tuple(quantize_kv(c) for c in dense)
     return tuple(c.astype(jnp.bfloat16) for c in dense)
@@ -75,6 +87,10 @@ def oracle(case: Case, x: Any, w: tuple[Any, ...]) -> np.ndarray:
         x = _host_mx(x) if isinstance(x, MxScaled) else oracles.mx_rows(np.asarray(x))
         return oracles.mx_dequant(*x) @ oracles.mx_dequant(*_host_mx(w[0])).T
     weights = [_host_weight(item) for item in w]
+    if case.op == "between_attentions":
+        residual, o, norm = (np.asarray(item) for item in x)
+        wo, gate_up, down, wqkv = (oracles.block_dequant(*item, (BLOCK, BLOCK)) for item in weights)
+        return oracles.between_oracle(residual, o, (wo, norm, gate_up, down), (norm, wqkv), EPS)[1]
     if case.op == "swiglu_mlp":
         return oracles.swiglu_oracle(np.asarray(x), weights[0], weights[1])
     if isinstance(x, BlockScaled):

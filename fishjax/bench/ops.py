@@ -4,10 +4,21 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import functools
 from typing import Any
 
 from fishjax.errors import InvalidRequest
-from pallas_kernels import _tuned, block_scaled_matmul, decode_attention, mx_matmul, swiglu_mlp
+from pallas_kernels import (
+    After,
+    Before,
+    _tuned,
+    between_attentions,
+    block_scaled_matmul,
+    decode_attention,
+    mx_matmul,
+    swiglu_mlp,
+)
+from pallas_kernels.between_attentions import config as between_config
 from pallas_kernels.block_scaled_matmul import config as matmul_config
 from pallas_kernels.decode_attention import config as attention_config
 from pallas_kernels.mx_matmul import config as mx_config
@@ -16,12 +27,14 @@ from pallas_kernels.swiglu_mlp import config as mlp_config
 
 from .cases import Case, tuned_key
 from .chain import Call
+from .inputs import EPS
 
 _CONFIGS = {
     "block_scaled_matmul": matmul_config.Config,
     "mx_matmul": mx_config.Config,
     "swiglu_mlp": mlp_config.Config,
     "decode_attention": attention_config.Config,
+    "between_attentions": between_config.Config,
 }
 _MATMULS = {"block_scaled_matmul": (block_scaled_matmul, matmul_config), "mx_matmul": (mx_matmul, mx_config)}
 
@@ -33,7 +46,16 @@ def kernel_call(case: Case, backend: str, config: Any | None) -> Call:
         return lambda x, w: matmul(x, w[0], backend=backend, config=config)
     if case.op == "swiglu_mlp":
         return lambda x, w: swiglu_mlp(x, w[0], w[1], backend=backend, config=config)
+    if case.op == "between_attentions":
+        return functools.partial(_between, backend=backend, config=config)
     return lambda x, w: decode_attention(x[0], w[0], w[1], x[1], backend=backend, config=config)
+
+
+def _between(x: Any, w: Any, **options: Any) -> Any:
+    residual, o, norm = x
+    wo, gate_up, down, wqkv = w
+    before, after = Before(wo, norm, gate_up, down), After(norm, wqkv)
+    return between_attentions(residual, o, before, after, eps=EPS, **options)[1]
 
 
 def config_of(case: Case, fields: dict[str, Any] | None = None) -> Any:
@@ -56,6 +78,8 @@ def _default(case: Case) -> Any:
         return _MATMULS[case.op][1].default_config(rows, -(-s["N"] // ROW_MULTIPLE) * ROW_MULTIPLE, s["K"])
     if case.op == "decode_attention":
         return attention_config.default_config(case.m, s["G"], s["S"])
+    if case.op == "between_attentions":
+        return between_config.Config()
     return mlp_config.default_config(min(rows, mlp_config.max_tile_m()))
 
 
@@ -66,6 +90,8 @@ def configs_to_try(case: Case) -> list[dict[str, Any]]:
         found = _MATMULS[case.op][1].configs_to_try(rows, -(-s["N"] // ROW_MULTIPLE) * ROW_MULTIPLE, s["K"])
     elif case.op == "swiglu_mlp":
         found = mlp_config.configs_to_try(min(rows, mlp_config.max_tile_m()), s["D"], s["F"])
+    elif case.op == "between_attentions":
+        found = between_config.configs_to_try()
     else:
         kv_bytes = 1 if s["cache"] == "float8" else 2
         found = attention_config.configs_to_try(case.m, s["H"], s["G"], s["S"], s["d"], kv_bytes)

@@ -41,6 +41,8 @@ def measure(case: Case, part: str, options: dict[str, Any], lock: AbstractContex
     if part == "torch_block_fp8":
         if case.op == "decode_attention":
             raise NotImplementedError("torch has no attention over an FP8 cache with a scale per position")
+        if case.op == "between_attentions":
+            raise NotImplementedError("see its matmuls")
         if case.op == "mx_matmul":
             raise NotImplementedError("its scales are another format's: see block_scaled_matmul")
         rows = list(dict.fromkeys((case.m, -(-case.m // 4) * 4, -(-case.m // 16) * 16, -(-case.m // BLOCK) * BLOCK)))
@@ -87,6 +89,13 @@ def _side(case: Case, part: str, m: int) -> tuple[Call, Callable[[], Any], Calla
     if case.op == "decode_attention":
         return _attention_side(case)
     matrices = matrices_of(case)
+    if case.op == "between_attentions":
+        between, D, K = torch.compile(_between, dynamic=False), case.shape["D"], case.shape["K"]
+        return (
+            lambda x, w: between(*x, *w),
+            lambda: (_bf16(m, D), _bf16(m, K), _bf16(D)),
+            lambda: tuple(_bf16(*shape) * shape[1] ** -0.5 for shape in matrices),
+        )
     width = matrices[0][1]
     if part == "torch_compile_bf16":
         function = torch.compile(_matmul if len(matrices) == 1 else _mlp, dynamic=False)
@@ -116,6 +125,20 @@ def _matmul(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
 def _mlp(x: torch.Tensor, w_gate_up: torch.Tensor, w_down: torch.Tensor) -> torch.Tensor:
     gate, up = F.linear(x, w_gate_up).chunk(2, dim=1)
     return F.linear(F.silu(gate) * up, w_down)
+
+
+def _between(
+    x: torch.Tensor,
+    o: torch.Tensor,
+    norm: torch.Tensor,
+    wo: torch.Tensor,
+    w_gate_up: torch.Tensor,
+    w_down: torch.Tensor,
+    wqkv: torch.Tensor,
+) -> torch.Tensor:
+    x = x + F.linear(o, wo)
+    x = x + _mlp(F.rms_norm(x, norm.shape, norm), w_gate_up, w_down)
+    return F.linear(F.rms_norm(x, norm.shape, norm), wqkv)
 
 
 def _silu_and_quantize(h: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

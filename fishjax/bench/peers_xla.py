@@ -14,7 +14,7 @@ from pallas_kernels.types import E4M3_MAX
 
 from .cases import Case, matrices_of
 from .chain import Call
-from .inputs import make_dense, make_w, make_x
+from .inputs import EPS, make_dense, make_w, make_x
 
 CUBLASLT_FP8 = "__cublas$lt$matmul$f8"
 
@@ -32,6 +32,8 @@ def why_not(case: Case, peer: str) -> str | None:
     """None when the peer has a meaning for the case, else the reason."""
     if peer == "xla_fp8" and case.op == "decode_attention" and case.shape["cache"] == "bfloat16":
         return "the cache is bfloat16: see xla_bf16"
+    if peer == "xla_fp8" and case.op == "between_attentions":
+        return "see its matmuls"
     if peer == "xla_fp8" and case.op == "mx_matmul":
         return "one scale per tensor either way: see block_scaled_matmul"
     return None
@@ -41,6 +43,8 @@ def call(case: Case, peer: str) -> Call:
     """call(x, w) of "xla_bf16" or "xla_fp8"."""
     if case.op == "decode_attention":
         return lambda x, w: attention(*x, *w)
+    if case.op == "between_attentions":
+        return _between_bf16
     if case.op == "swiglu_mlp":
         return _mlp_bf16 if peer == "xla_bf16" else _mlp_fp8
     return _matmul_bf16 if peer == "xla_bf16" else _matmul_fp8
@@ -53,7 +57,10 @@ def why_not_fp8(case: Case, hlo: str) -> str | None:
     return "XLA did not rewrite the FP8 dot to cuBLASLt's FP8 matmul"
 
 
-def _bf16_x(case: Case, seed: jax.Array) -> jax.Array:
+def _bf16_x(case: Case, seed: jax.Array) -> Any:
+    if case.op == "between_attentions":
+        residual, o, norm = make_x(case, seed)
+        return residual.T.astype(jnp.bfloat16), o, norm.astype(jnp.bfloat16)
     return jax.random.normal(jax.random.key(seed), (case.m, matrices_of(case)[0][1])).astype(jnp.bfloat16)
 
 
@@ -86,9 +93,21 @@ def _matmul_bf16(x: jax.Array, w: tuple[jax.Array]) -> jax.Array:
     return x @ w[0].T
 
 
-def _mlp_bf16(x: jax.Array, w: tuple[jax.Array, jax.Array]) -> jax.Array:
+def _mlp_bf16(x: jax.Array, w: tuple[jax.Array, ...]) -> jax.Array:
     gate, up = jnp.split(x @ w[0].T, 2, axis=1)
     return (jax.nn.silu(gate) * up) @ w[1].T
+
+
+def _between_bf16(x: tuple[jax.Array, ...], w: tuple[jax.Array, ...]) -> jax.Array:
+    residual, o, norm = x
+    residual += o @ w[0].T
+    residual += _mlp_bf16(_normed(residual, norm), w[1:3])
+    return _normed(residual, norm) @ w[3].T
+
+
+def _normed(x_MD: jax.Array, weight_D: jax.Array) -> jax.Array:
+    wide = x_MD.astype(jnp.float32)
+    return (wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + EPS)).astype(x_MD.dtype) * weight_D
 
 
 def _matmul_fp8(x: Any, w: tuple[Any]) -> jax.Array:

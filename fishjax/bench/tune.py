@@ -25,7 +25,8 @@ def tunable(cases: Iterable[Case]) -> list[Case]:
 def _names_a_choice(case: Case) -> bool:
     if case.op == "decode_attention":
         return case.shape["lengths"] == "full"
-    return _tuned.bucket(case.m) == case.m and (case.op == "swiglu_mlp" or case.input == "quantized")
+    one_input = case.op in ("swiglu_mlp", "between_attentions")
+    return _tuned.bucket(case.m) == case.m and (one_input or case.input == "quantized")
 
 
 def make_tasks(cases: Iterable[Case]) -> list[list[Task]]:

@@ -40,6 +40,7 @@ class BetweenSpec:
         return x, o if self.before else None, before if self.before else None, after if self.after else None
 
 
+ROWS = (1, 8, 16, 32, 64)
 SPECS = (
     *[BetweenSpec(f"s2_pro_{M}", M) for M in (1, 16, 64)],
     BetweenSpec("s2_pro_first", 8, before=False),

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from .. import _tuned
 from .._dispatch import need_capability
 from .._mosaic import LANE, load
 from .._persistent import ACC, Residual, Walker, bf16, can_run, f32, mesh, over_rows, scratch
@@ -59,8 +60,15 @@ def between_attentions(
 
 
 def _plan(rows: int, D: int, before: Before | None, after: After | None, config: Config | None):
-    widths = None if before is None else (before.wo.shape[1], before.w_down.shape[1])
-    return plan(config or Config(), rows, D, widths, None if after is None else after.wqkv.shape[0])
+    K, F = (0, 0) if before is None else (before.wo.shape[1], before.w_down.shape[1])
+    N = 0 if after is None else after.wqkv.shape[0]
+    return plan(config or pick(rows, D, K, N, F), rows, D, K, N, F)
+
+
+def pick(rows: int, D: int, K: int, N: int, F: int) -> Config:
+    """The measured choice for this device and shape, else the default; widths that are not there are 0."""
+    fields = _tuned.lookup("between_attentions", _tuned.bucket(rows), D, K, N, F)
+    return Config() if fields is None else Config(**fields)
 
 
 def _norms(before: Before | None, after: After | None) -> list[jax.Array]:

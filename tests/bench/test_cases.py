@@ -9,6 +9,7 @@ import pytest
 from fishjax.bench import cases, ops
 from fishjax.errors import InvalidRequest
 from pallas_kernels import ScaledKV, _tuned
+from pallas_kernels.between_attentions import mosaic_sm90 as between_kernel
 from pallas_kernels.block_scaled_matmul import mosaic_sm90 as matmul_kernel
 from pallas_kernels.decode_attention import mosaic_sm90 as attention_kernel
 from pallas_kernels.mx_matmul import mosaic_sm90 as mx_kernel
@@ -80,6 +81,8 @@ def test_choices_are_filed_where_the_op_looks(case, monkeypatch):
         mx_kernel._pick(case.m, -(-s["N"] // 64) * 64, s["K"])
     elif case.op == "swiglu_mlp":
         mlp_kernel._pick(case.m, s["D"], s["F"])
+    elif case.op == "between_attentions":
+        between_kernel.pick(case.m, s["D"], s["K"], s["N"], s["F"])
     else:
         cache = jax.ShapeDtypeStruct((case.m, s["G"], s["S"], s["d"]), jnp.bfloat16)
         attention_kernel.pick(ScaledKV(cache, cache) if s["cache"] == "float8" else cache)

@@ -9,11 +9,10 @@ import sys
 
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 import pytest
 
-from pallas_kernels._testing import TOLERANCES, gpu_interpreter, rel_err
+from pallas_kernels._testing import TOLERANCES, between_oracle, gpu_interpreter, rel_err
 from pallas_kernels.between_attentions import api, mosaic_sm90, reference
 from pallas_kernels.between_attentions.arg_specs import SPECS
 from pallas_kernels.between_attentions.config import Config
@@ -43,33 +42,18 @@ def operands(M, seed, parts="between"):
     return x, o if has_before else None, before if has_before else None, after if has_after else None
 
 
-def oracle(x_DM, o_MK, before, after):
-    """Float64 throughout, but for the rounding to FP8 that the op is about."""
-
-    def linear(a, w):
-        blocks = np.asarray(a, np.float32).reshape(len(a), -1, 128)
-        scale = np.maximum(np.abs(blocks).max(-1, keepdims=True) * np.float32(1 / 448), np.float32(2.0**-126))
-        stored = (blocks / scale).astype(ml_dtypes.float8_e4m3fn).astype(np.float64) * scale
-        return stored.reshape(a.shape) @ np.asarray(w.dequantize(), np.float64).T
-
-    def normed(a, weight):
-        return a / np.sqrt(np.mean(a * a, -1, keepdims=True) + EPS) * np.asarray(weight, np.float64)
-
-    x, qkv = np.asarray(x_DM, np.float64).T, None
-    if before is not None:
-        x = x + linear(np.asarray(o_MK.astype(jnp.float32), np.float64), before.wo)
-        gate, up = np.split(linear(normed(x, before.ffn_norm_D), before.w_gate_up), 2, axis=-1)
-        x = x + linear(gate / (1 + np.exp(-gate)) * up, before.w_down)
-    if after is not None:
-        qkv = linear(normed(x, after.norm_D), after.wqkv)
-    return x.T, qkv
+def dense(part):
+    return (
+        None if part is None else tuple(np.asarray(w.dequantize() if w.ndim == 2 else w) for w in vars(part).values())
+    )
 
 
 @pytest.mark.parametrize("parts", PARTS)
 def test_reference_equals_float64(parts):
     x, o, before, after = operands(5, 1, parts)
     y, qkv = reference.between_attentions(x, o, before, after, EPS)
-    wanted, wanted_qkv = oracle(x, o, before, after)
+    wide = None if o is None else np.asarray(o.astype(jnp.float32))
+    wanted, wanted_qkv = between_oracle(np.asarray(x), wide, dense(before), dense(after), EPS)
     assert rel_err(np.asarray(y), wanted) <= TOLERANCES["between_attentions", "float32"].bound
     assert (qkv is None) == (wanted_qkv is None)
     if qkv is not None:
