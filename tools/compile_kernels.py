@@ -39,7 +39,15 @@ ROOT = Path(__file__).parents[1]
 FROZEN = ROOT / "tests" / "kernels" / "data" / "compiled.json"
 CHIPS = {"sm_90": (_dispatch.HOPPER, 132), "sm_100": (_dispatch.BLACKWELL, 148)}
 """Compute capability, and SMs of the device that is described."""
-OPS = ("quantize_blocks", "quantize_mx", "block_scaled_matmul", "mx_matmul", "swiglu_mlp", "decode_attention")
+OPS = (
+    "quantize_blocks",
+    "quantize_mx",
+    "block_scaled_matmul",
+    "mx_matmul",
+    "swiglu_mlp",
+    "decode_attention",
+    "between_attentions",
+)
 ROWS = (1, 64, 128)
 
 
@@ -112,8 +120,14 @@ def calls(chip: str) -> Iterator[tuple[str, str, Callable, tuple]]:
     capability, _ = CHIPS[chip]
     struct, bf16 = jax.ShapeDtypeStruct, jnp.dtype(jnp.bfloat16)
     for op in OPS:
-        kernel = importlib.import_module(f"pallas_kernels.{op}.api").KERNELS[capability]
+        kernel = importlib.import_module(f"pallas_kernels.{op}.api").KERNELS.get(capability)
         specs = importlib.import_module(f"pallas_kernels.{op}.arg_specs")
+        if kernel is None:
+            continue
+        if op == "between_attentions":
+            for spec in specs.SPECS:
+                yield op, spec.name, functools.partial(kernel.between_attentions, eps=1e-6), spec.arguments()
+            continue
         if op == "decode_attention":
             for spec in specs.SPECS:
                 for cache in specs.CACHES:
@@ -169,7 +183,7 @@ def compiled(op: str, chip: str, shape: str, call: Callable, operands: tuple, de
 
 def sources() -> list[Path]:
     """What a kernel's machine code comes from, relative to the repository."""
-    found = [ROOT / "pallas_kernels" / "_chip.py"]
+    found = [ROOT / "pallas_kernels" / name for name in ("_chip.py", "_persistent.py")]
     for op in OPS:
         folder = ROOT / "pallas_kernels" / op
         found += [*folder.glob("mosaic_*.py"), *folder.glob("config*.py")]

@@ -9,6 +9,8 @@ from ..types import BLOCK
 
 SHARED_BYTES = 227 * 1024
 """Shared memory one block may take on compute capabilities 9.0 and 10.0."""
+RESERVED_BYTES = 4096
+"""Of it, for barriers and what the compiler takes."""
 NUM_SMS = SM90.num_sms
 
 
@@ -70,8 +72,8 @@ def can_run(config: Config, M: int, N: int, K: int, chip: Chip = SM90) -> str | 
         return f"splits = {config.splits} leaves {owners_of(config.splits, M)} owners to {config.warpgroups} warpgroups"
     if config.stages < 1:
         return f"stages = {config.stages} must be at least 1"
-    if (used := shared_bytes(config, M, K)) > SHARED_BYTES - 4096:
-        return f"{config} needs {used} bytes of shared memory, more than {SHARED_BYTES - 4096}"
+    if (used := shared_bytes(config, M, K)) > SHARED_BYTES - RESERVED_BYTES:
+        return f"{config} needs {used} bytes of shared memory, more than {SHARED_BYTES - RESERVED_BYTES}"
     return None
 
 
@@ -80,7 +82,10 @@ def default_config(M: int, N: int, K: int, chip: Chip = SM90) -> Config:
     tile_n = chip.rows[0]
     splits = next((s for s in (1, 2, 4) if N // tile_n * s >= 2 * chip.num_sms), 8)
     splits = max(1, min(splits, K // BLOCK // 2))
-    return Config(tile_n, splits, max(1, min(3 if M > 32 else 4, K // BLOCK // splits)))
+    stages = 3 if M > 32 else 4
+    configs = [Config(tile_n, s, max(1, min(stages, K // BLOCK // s))) for s in range(splits, 0, -1)]
+    # Rows that a cluster cannot share out evenly (88, 104) make its receiving buffers large.
+    return next((c for c in configs if shared_bytes(c, M, K) <= SHARED_BYTES - RESERVED_BYTES), configs[-1])
 
 
 def configs_to_try(M: int, N: int, K: int) -> list[Config]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..block_scaled_matmul.config import NUM_SMS, SHARED_BYTES, owners_of
+from ..block_scaled_matmul.config import NUM_SMS, RESERVED_BYTES, SHARED_BYTES, owners_of
 from ..types import MX_BLOCK
 
 TILE_N = 64
@@ -57,8 +57,8 @@ def can_run(config: Config, M: int, N: int, K: int) -> str | None:
         return f"together = {config.together} is not 1, 2 or 4: a step has {BLOCKS_PER_STEP} blocks of {MX_BLOCK}"
     if config.stages < 1:
         return f"stages = {config.stages} must be at least 1"
-    if (used := shared_bytes(config, M)) > SHARED_BYTES - 4096:
-        return f"{config} needs {used} bytes of shared memory, more than {SHARED_BYTES - 4096}"
+    if (used := shared_bytes(config, M)) > SHARED_BYTES - RESERVED_BYTES:
+        return f"{config} needs {used} bytes of shared memory, more than {SHARED_BYTES - RESERVED_BYTES}"
     return None
 
 
@@ -66,7 +66,9 @@ def default_config(M: int, N: int, K: int) -> Config:
     """Blocks for two waves, as block_scaled_matmul cuts; as many products together as registers allow."""
     splits = next((s for s in (1, 2, 4) if N // TILE_N * s >= 2 * NUM_SMS), 8)
     splits = max(1, min(splits, K // STEP // 2))
-    return Config(splits, max(1, min(3 if M > 32 else 4, K // STEP // splits)), 4 if M <= 32 else 2)
+    stages, together = (3, 2) if M > 32 else (4, 4)
+    configs = [Config(s, max(1, min(stages, K // STEP // s)), together) for s in range(splits, 0, -1)]
+    return next((c for c in configs if shared_bytes(c, M) <= SHARED_BYTES - RESERVED_BYTES), configs[-1])
 
 
 def configs_to_try(M: int, N: int, K: int) -> list[Config]:
