@@ -1,6 +1,6 @@
 """The fast operations of speech decoding. Each works alone; nothing here imports fishjax."""
 
-from ._dispatch import Backend, comes_first
+from ._dispatch import Backend, chip_backend, comes_first
 from .between_attentions.api import between_attentions
 from .between_attentions.reference import After, Before
 from .block_scaled_matmul.api import block_scaled_matmul
@@ -28,6 +28,7 @@ __all__ = [
     "ScaledKV",
     "between_attentions",
     "block_scaled_matmul",
+    "chip_backend",
     "comes_first",
     "decode_attention",
     "fast_frame",

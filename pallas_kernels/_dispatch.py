@@ -55,6 +55,11 @@ def comes_first(op: str) -> bool:
     return gpu_capability() in COMES_FIRST[op]
 
 
+def chip_backend(kernels: Mapping[str, Kernel]) -> Backend | None:
+    """The back end of whoever has decided for an op's kernels already: by name where this chip has one, else None."""
+    return Backend.MOSAIC if gpu_capability() in kernels else None
+
+
 def need_capability(*wanted: str) -> str | None:
     """None when the default device is an NVIDIA GPU of such a compute capability, else a sentence saying what it is."""
     found = gpu_capability()

@@ -10,7 +10,6 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 # By name, because the default differs (0.10 Lane, 0.11 Warpgroup). Warpgroup infers the layouts of registers and gives
 # up on long kernels; Lane takes the layouts that the kernel names.
-WARPGROUP = plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup)
 LANE = plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane)
 LINE = 32
 """Float32 per 128 bytes, the least a bulk copy moves."""

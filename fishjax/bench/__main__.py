@@ -78,7 +78,7 @@ def kernels(
         return
     backend = "mosaic"
     if not run.on_gpu:
-        frozen.say("no GPU was found: the reference back end runs a few small cases, and nothing is frozen")
+        frozen.say("no GPU was found: the reference runs small cases, whatever was asked for; nothing is frozen")
         chosen, backend, fields, freeze = grid_of.tiny_grid(), "reference", None, False
     results = suite.measure(run, suite.make_tasks(chosen, {"backend": backend, "config": fields}, peers))
     document = suite.make_document(suite.header_of(run), chosen, results, backend)

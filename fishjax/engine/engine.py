@@ -4,9 +4,10 @@
                                   ^------- Prefix <- extract(slot)             '-> sound(slots), where grouped
 
 A prompt is read straight into its slot, a chunk at a time, between the steps of the others. One step is two device
-programs: `decode_step` (codes) and `codec_step` (sound). `step` only dispatches; its result is read through
-`PendingStep.result()`, one step late, so that the device never waits for Python. Every program has one shape per
-engine (prefill: one per width of a chunk) and is compiled by `warmup`. Knows nothing of text, requests or clocks.
+programs, `decode_step` (codes) and `codec_step` (sound), or more where sound is made in groups. `step` only
+dispatches; its result is read through `PendingStep.result()`, one step late, so that the device never waits for
+Python. Every program has one shape per engine (prefill: one per width of a chunk) and is compiled by `warmup`. Knows
+nothing of text, requests or clocks.
 """
 
 from __future__ import annotations

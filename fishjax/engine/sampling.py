@@ -137,13 +137,16 @@ def sample_code(logits_BN: jax.Array, knobs: Knobs, seed_B: jax.Array, frame_B: 
 
 
 def frame_draws(knobs: Knobs, seed_B: jax.Array, frame_B: jax.Array, num_codebooks: int, codebook_size: int) -> Draws:
-    """The draws of codes 1 .. C-1 as `fast_frame` makes them: the same race, its random numbers made beforehand."""
+    """The draws of codes 1 .. C-1 as `fast_frame` makes them: the same race, its random numbers made beforehand.
+
+    For slots whose top_k is at most TOP_K_CAP; others get draws that nobody wants.
+    """
     ids_BN = jnp.broadcast_to(jnp.arange(codebook_size), (len(seed_B), codebook_size))
     uniforms = [keyed(draw_keys(seed_B, frame_B, codebook))(ids_BN) for codebook in range(1, num_codebooks)]
     return Draws(
         temperature_B=jnp.maximum(knobs.temperature_B, _MIN_TEMPERATURE),
         top_p_B=knobs.top_p_B,
-        top_k_B=knobs.top_k_B,
+        top_k_B=jnp.minimum(knobs.top_k_B, TOP_K_CAP),
         gumbel_CBN=-jnp.log(-jnp.log(jnp.stack(uniforms))),
     )
 

@@ -22,8 +22,8 @@ from fishjax.engine import sampling
 from fishjax.engine.state import DecodeState, SlotState, StepInputs, StepOutput
 from fishjax.model.cache import KVCache
 from fishjax.model.dual_ar import DualAR
-from fishjax.model.fused import slow_step
-from pallas_kernels import FastWeights, fast_frame
+from fishjax.model.fused import frame_codes, slow_step
+from pallas_kernels import FastWeights
 
 Rows = tuple[DecodeState, CodecStreamState, jax.Array]
 """All that the device holds of slots: state, streams, and codes whose sound is not made yet, (B, K, W) int32."""
@@ -82,11 +82,15 @@ def decode_step(
     def pick(codebook: int, logits_BN: jax.Array) -> jax.Array:
         return sampling.sample_code(logits_BN, knobs, slots.seed_B, slots.frame_B, codebook)
 
-    if frame_weights is not None and short:  # the kernel looks at candidates one by one: few enough
+    fast_BD = model.fast_input(hidden_BD)
+    codes_BK = None if frame_weights is not None and short else model.fast.frame(fast_BD, semantic_B, pick)
+    if frame_weights is not None:
         draws = sampling.frame_draws(knobs, slots.seed_B, slots.frame_B, config.num_codebooks, config.codebook_size)
-        codes_BK = fast_frame(model.fast_input(hidden_BD), semantic_B, frame_weights, draws)
-    else:
-        codes_BK = model.fast.frame(model.fast_input(hidden_BD), semantic_B, pick)
+        fused_BK = frame_codes(fast_BD, semantic_B, frame_weights, draws)
+        # The kernel looks at candidates one by one. A slot that wants too many of them draws without it, and alone.
+        many_B1 = slots.top_k_B[:, None] > sampling.TOP_K_CAP
+        codes_BK = fused_BK if codes_BK is None else jnp.where(many_B1, codes_BK, fused_BK)
+    assert codes_BK is not None
 
     token_B = config.semantic_begin_id + candidate_B
     stepped = dataclasses.replace(

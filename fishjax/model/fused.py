@@ -3,6 +3,7 @@
     slow: between_attentions ─► q, k, v ─► cache, attention ─► between_attentions ─► ...
     fast: fast_frame, its draws included
 
+Kernels are asked for by name, come they first or not: who steps in this way wants no references in their place.
 The same functions as `SlowTransformer.extend` of one column and `FastTransformer.frame`, for weights in FP8 blocks;
 the residual stays float32 from layer to layer.
 """
@@ -19,31 +20,46 @@ from fishjax.model.dual_ar import DualAR
 from fishjax.model.fast import FastTransformer
 from fishjax.model.layers import FusedFeedForward
 from fishjax.model.slow import SlowTransformer
-from pallas_kernels import After, Before, BlockScaled, FastLayer, FastWeights, between_attentions, fast_weights
+from pallas_kernels import (
+    After,
+    Before,
+    BlockScaled,
+    Draws,
+    FastLayer,
+    FastWeights,
+    between_attentions,
+    chip_backend,
+    fast_frame,
+    fast_weights,
+)
+from pallas_kernels.between_attentions import api as between
+from pallas_kernels.fast_frame import api as frame
+from pallas_kernels.fast_frame import config as frame_layout
 
 # Traced and lowered once for all layers.
-_between_attentions = jax.jit(between_attentions, static_argnames="eps")
+_between_attentions = jax.jit(between_attentions, static_argnames=("eps", "backend"))
 _BLOCK = 128
-MAX_SLOTS = 64
 
 
 def why_not(model: DualAR, num_slots: int) -> str | None:
     """None when `model`, prepared, can be stepped in this way, else what it has that the kernels do not know."""
-    config = model.config
-    if num_slots > MAX_SLOTS:
-        return f"{num_slots} slots; they hold {MAX_SLOTS}"
-    for name, part, layers in (("slow", config.slow, model.slow.layers), ("fast", config.fast, model.fast.layers)):
+    config, fast = model.config, model.config.fast
+    for name, part, layers in (("slow", config.slow, model.slow.layers), ("fast", fast, model.fast.layers)):
         if not all(isinstance(w, BlockScaled) for layer in layers for w in _weights(layer)):
             return f"the {name} transformer's weights are not FP8 with 128 x 128 scales"
         if part.qkv_bias or part.o_bias:
             return f"the {name} transformer's projections have biases"
-    if config.fast.qk_norm:
+    if fast.qk_norm:
         return "the fast transformer normalises queries and keys"
-    if config.fast.head_dim != _BLOCK:
-        return f"the fast transformer's heads are {config.fast.head_dim} wide, not {_BLOCK}"
+    if fast.head_dim != _BLOCK:
+        return f"the fast transformer's heads are {fast.head_dim} wide, not {_BLOCK}"
     if not isinstance(model.fast.output.weight[...], BlockScaled):
         return "the fast transformer's head is not FP8 with 128 x 128 scales"
-    return None
+    sizes = (fast.dim, fast.num_heads, fast.num_kv_heads, fast.ffn_dim, fast.num_layers)
+    codes = -(-config.codebook_size // _BLOCK) * _BLOCK
+    return frame_layout.why_not(
+        frame_layout.plan(frame_layout.Config(), num_slots, *sizes, C=config.num_codebooks, codes=codes)
+    )
 
 
 def _weights(layer: Block) -> list:
@@ -61,7 +77,7 @@ def slow_step(slow: SlowTransformer, x_BD: jax.Array, start_B: jax.Array, cache:
     """One more column of each slot, as `SlowTransformer.extend`: (hidden_BD pre-norm, cache)."""
     table_B1d2 = jnp.asarray(cached_rope_table(cache.max_len, slow.config.slow.head_dim, slow.config.slow.rope_base))
     table_B1d2 = table_B1d2[start_B[:, None]]
-    eps = slow.config.slow.norm_eps
+    options = {"eps": slow.config.slow.norm_eps, "backend": chip_backend(between.KERNELS)}
     keys, values = [], []
 
     def attend(q_B1Hd: jax.Array, k_B1Gd: jax.Array, v_B1Gd: jax.Array) -> jax.Array:
@@ -74,11 +90,16 @@ def slow_step(slow: SlowTransformer, x_BD: jax.Array, start_B: jax.Array, cache:
     for layer in slow.layers:
         wqkv, wo, w_gate_up, w_down = _weights(layer)
         after = After(_value(layer.attention_norm.weight), wqkv)
-        x_DB, qkv_BN = _between_attentions(x_DB, o_BK, before, after, eps=eps)
+        x_DB, qkv_BN = _between_attentions(x_DB, o_BK, before, after, **options)
         o_BK = layer.attention.mix(qkv_BN[:, None], table_B1d2, attend)[:, 0]
         before = Before(wo, _value(layer.ffn_norm.weight), w_gate_up, w_down)
-    x_DB, _ = _between_attentions(x_DB, o_BK, before, None, eps=eps)
+    x_DB, _ = _between_attentions(x_DB, o_BK, before, None, **options)
     return x_DB.T.astype(x_BD.dtype), KVCache(k_BGSd=tuple(keys), v_BGSd=tuple(values))
+
+
+def frame_codes(hidden_BD: jax.Array, semantic_B: jax.Array, weights: FastWeights, draws: Draws) -> jax.Array:
+    """The codes of one frame, as `FastTransformer.frame` with the sampler: (B, C) int32."""
+    return fast_frame(hidden_BD, semantic_B, weights, draws, backend=chip_backend(frame.KERNELS))
 
 
 def frame_weights(fast: FastTransformer) -> FastWeights:

@@ -56,10 +56,10 @@ class Plan:
 def plan(config: Config, slots: int, D: int, H: int, G: int, F: int, L: int, C: int, codes: int) -> Plan:
     """The layout of one frame; `codes` rows of the head, padded to 128."""
     matmuls = {
-        "qkv": Matmul(H + 2 * G, D // BLOCK, config.splits_qkv, from_end=True),
-        "wo": Matmul(D // BLOCK, H, config.splits_wo, from_end=True),
+        "qkv": Matmul(H + 2 * G, D // BLOCK, min(config.splits_qkv, D // BLOCK), from_end=True),
+        "wo": Matmul(D // BLOCK, H, min(config.splits_wo, H), from_end=True),
         "gate_up": Matmul(F // BLOCK, D // BLOCK, mats=2),
-        "down": Matmul(D // BLOCK, F // BLOCK, config.splits_down, from_end=True),
+        "down": Matmul(D // BLOCK, F // BLOCK, min(config.splits_down, F // BLOCK), from_end=True),
         "head": Matmul(codes // BLOCK, D // BLOCK),
     }
     columns = SLOTS * H // G

@@ -48,7 +48,7 @@ from .reference import Draws
 from .weights import FastWeights
 
 _LAYER = ("qkv", "wo", "gate_up", "down")
-_LARGEST = float(jnp.finfo(bf16).max)
+_LARGEST_BF16 = float(jnp.finfo(bf16).max)
 _SYNCS_A_LAYER, _SYNCS_A_DRAW = 8, 2
 
 
@@ -255,7 +255,7 @@ def _launch(p: Plan, given: _Given, weights: FastWeights, interpret) -> tuple[ja
             # The product sums over other slots' rows with weight 0, and 0 * NaN is NaN. A slot's own NaN shows in its
             # keys.
             value = load(own.v, ACC)
-            own.v[...] = jnp.where(jnp.abs(value) <= _LARGEST, value, jnp.zeros_like(value))
+            own.v[...] = jnp.where(jnp.abs(value) <= _LARGEST_BF16, value, jnp.zeros_like(value))
             own.p.T[...] = plgpu.layout_cast(weight.astype(bf16), plgpu.Layout.WGMMA_TRANSPOSED)
             plgpu.commit_smem()
 

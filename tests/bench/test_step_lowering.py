@@ -86,10 +86,11 @@ def test_the_decode_step(policy, slots):
 
 
 @pytest.mark.parametrize("slots", [1, 64])
-def test_the_fused_step(slots, monkeypatch):
-    """A launch a gap between attentions, one a frame of the fast transformer, and what it was before for the head."""
-    comes_first = {op: (_dispatch.HOPPER,) for op in ("fast_frame", "between_attentions")}
-    monkeypatch.setattr(_dispatch, "COMES_FIRST", _dispatch.COMES_FIRST | comes_first)
+def test_the_fused_step(slots):
+    """A launch a gap between attentions, one a frame of the fast transformer, and what it was before for the head.
+
+    By name: these kernels do not come first yet, and a fused step of references would be a figure of nothing.
+    """
     rig = Rig(StepCase("s2_pro", slots, POLICIES[0], fused=True))
     text = lowered(rig.decode())
     one, _, attention = launches_of_ops()

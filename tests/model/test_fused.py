@@ -131,11 +131,12 @@ def test_an_engine_speaks_fused_and_a_neighbour_changes_nothing(model, codec, co
     engine.warmup()
     compiled = compiles.count
 
-    def frames(slot, others):
+    def frames(slot, others, top_k=20, others_top_k=20):
         columns = np.zeros((config.num_codebooks + 1, 8), np.int32)
         columns[0] = np.arange(8) + 30
         for at in {slot, *others}:
-            engine.insert(engine.prefill(columns, SamplingParams(seed=int(at == slot), top_k=20)), at)
+            sampling_params = SamplingParams(seed=int(at == slot), top_k=top_k if at == slot else others_top_k)
+            engine.insert(engine.prefill(columns, sampling_params), at)
         made = [engine.step({slot, *others}).result().codes_BK[slot] for _ in range(5)]
         for at in {slot, *others}:
             engine.free(at)
@@ -144,16 +145,22 @@ def test_an_engine_speaks_fused_and_a_neighbour_changes_nothing(model, codec, co
     alone = frames(0, ())
     assert len(np.unique(alone)) > 5
     np.testing.assert_array_equal(frames(1, (0,)), alone)
-    # Beyond the kernel's short list of candidates the fast transformer goes unfused.
-    columns = np.full((config.num_codebooks + 1, 4), 5, np.int32)
-    engine.insert(engine.prefill(columns, SamplingParams(seed=1, top_k=sampling.TOP_K_CAP + 1)), 0)
-    assert engine.step([0]).result().codes_BK.shape == (2, config.num_codebooks)
+    # Beyond the kernel's short list of candidates a slot draws without it: that one alone.
+    many = frames(0, (), top_k=sampling.TOP_K_CAP + 36)
+    assert (many != alone).any()
+    np.testing.assert_array_equal(frames(1, (0,), others_top_k=sampling.TOP_K_CAP + 36), alone)
+    np.testing.assert_array_equal(frames(0, (1,), top_k=sampling.TOP_K_CAP + 36), many)
     assert compiles.count == compiled
 
 
 def test_a_model_that_the_kernels_do_not_know_is_refused(model, codec, config, golden):
     assert why_not(model, 64) is None
-    assert "65 slots" in why_not(model, 65)
+    assert "the kernel holds 64" in why_not(model, 65)
+    odd = dataclasses.replace(config, fast=dataclasses.replace(config.fast, num_kv_heads=2))
+    alike = DualAR(odd, rngs=nnx.Rngs(0))
+    apply_precision(alike, FP8)
+    prepare(alike)
+    assert "query heads over" in why_not(alike, 1)
     fast = dataclasses.replace(config.fast, num_heads=4, num_kv_heads=2, head_dim=64)
     narrow = dataclasses.replace(config, fast=fast)
     plain = DualAR(narrow, rngs=nnx.Rngs(0))

@@ -21,8 +21,9 @@ from fishjax.engine import memory, steps
 from fishjax.engine.engine import CHUNK_COLUMNS, GROUP_FRAMES, PendingSound, PendingStep
 from fishjax.engine.sampling_params import SamplingParams
 from fishjax.engine.state import StepInputs, new_state, segment_start
+from fishjax.errors import InvalidRequest
 from fishjax.model.dual_ar import DualAR, slice_head
-from fishjax.model.fused import frame_weights
+from fishjax.model.fused import frame_weights, why_not
 from fishjax.weights.load_codec import abstract_codec
 from fishjax.weights.prepare import prepared, prepared_weight
 from fishjax.weights.quantize import abstract_model, quantize_head
@@ -56,6 +57,8 @@ class Rig:
         self.head = nnx.eval_shape(
             lambda m: prepared_weight(quantize_head(slice_head(m, end), precision.head)), self.model
         )
+        if case.fused and (reason := why_not(self.model, case.slots)):
+            raise InvalidRequest(f"--fused: {reason}")
         self.frame_weights = nnx.eval_shape(_frame_weights, self.model) if case.fused else None
         kv_dtype = precision.kv_dtype
         self.state = jax.eval_shape(lambda: new_state(config, case.slots, case.max_len, kv_dtype))
