@@ -59,7 +59,7 @@ def test_lowers_for_cuda(case, part, monkeypatch):
         call, make_x, make_w = ops.kernel_call(case, "mosaic", ops.config_of(case)), inputs.make_x, inputs.make_w
     else:
         if reason := peers_xla.why_not(case, part):
-            where = "block_scaled_matmul" if case.op == "mx_matmul" else "bfloat16"
+            where = {"mx_matmul": "block_scaled_matmul", "between_attentions": "its matmuls"}.get(case.op, "bfloat16")
             assert part == "xla_fp8" and where in reason
             return
         call, (make_x, make_w) = peers_xla.call(case, part), peers_xla.operands(case, part)
@@ -94,12 +94,22 @@ def _plain(case, x, w):
     """Float64 of what the operands stand for, before any rounding inside."""
     if case.op == "decode_attention":
         return inputs.oracle(case, *jax.device_get((x, w)))
+    if case.op == "between_attentions":
+        residual, o, norm, wo, gate_up, down, wqkv = (_float64(item) for item in (*x, *w))
+        residual = residual + o @ wo.T
+        residual = residual + _mlp(_normed(residual, norm), gate_up, down)
+        return _normed(residual, norm) @ wqkv.T
     x, *w = (_float64(item) for item in (x, *w))
-    h = x @ w[0].T
-    if case.op in cases.MATMULS:
-        return h
-    gate, up = np.split(h, 2, axis=1)
-    return (gate / (1 + np.exp(-gate)) * up) @ w[1].T
+    return x @ w[0].T if case.op in cases.MATMULS else _mlp(x, *w)
+
+
+def _mlp(x, gate_up, down):
+    gate, up = np.split(x @ gate_up.T, 2, axis=1)
+    return (gate / (1 + np.exp(-gate)) * up) @ down.T
+
+
+def _normed(x, weight):
+    return x / np.sqrt(np.mean(x * x, axis=1, keepdims=True) + inputs.EPS) * weight
 
 
 def _float64(item):
