@@ -5,6 +5,9 @@ NumPy only, so that an oracle never depends on the compiler it judges.
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -151,6 +154,22 @@ def adversarial_signs(rng: np.random.Generator, M: int, N: int, K: int) -> tuple
     x = rng.choice(grid, (M, K // 2))
     w = rng.choice(grid, (N, K // 2))
     return np.concatenate([x, x[:, rng.permutation(K // 2)]], 1), np.concatenate([w, -w[:, rng.permutation(K // 2)]], 1)
+
+
+def run_alone(program: str, case: str) -> str:
+    """Run a case of a test file, itself a program, in a process with a thread for every warpgroup; its output.
+
+    The GPU interpreter gives each warpgroup a thread of XLA's pool, which is as large as NPROC says.
+    """
+    process = subprocess.run(
+        [sys.executable, program, case],
+        env={**os.environ, "NPROC": "40", "PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    assert process.returncode == 0, process.stderr[-3000:]
+    return process.stdout + process.stderr
 
 
 def gpu_interpreter():

@@ -3,8 +3,6 @@
 The interpreter runs in processes of its own, as in `test_fast_frame`.
 """
 
-import os
-import subprocess
 import sys
 
 import jax
@@ -12,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels._testing import TOLERANCES, between_oracle, gpu_interpreter, rel_err
+from pallas_kernels._testing import TOLERANCES, between_oracle, gpu_interpreter, rel_err, run_alone
 from pallas_kernels.between_attentions import api, mosaic_sm90, reference
 from pallas_kernels.between_attentions.arg_specs import SPECS
 from pallas_kernels.between_attentions.config import Config
@@ -61,18 +59,6 @@ def test_reference_equals_float64(parts):
         assert error <= TOLERANCES["between_attentions", "bfloat16"].bound
 
 
-def run_alone(case):
-    process = subprocess.run(
-        [sys.executable, __file__, case],
-        env={**os.environ, "NPROC": "40", "PYTHONPATH": os.pathsep.join(sys.path)},
-        capture_output=True,
-        text=True,
-        timeout=280,
-    )
-    assert process.returncode == 0, process.stderr[-3000:]
-    return process.stdout + process.stderr
-
-
 def interpreted(*arguments):
     y, qkv = mosaic_sm90.between_attentions(*arguments, EPS, SMALL, gpu_interpreter())
     return np.asarray(y), None if qkv is None else np.asarray(qkv.astype(jnp.float32))
@@ -102,7 +88,7 @@ def case_a_token_depends_on_itself_alone():
 @pytest.mark.skipif(gpu_interpreter() is None, reason="the GPU interpreter runs FP8 from jax 0.11 on")
 @pytest.mark.parametrize("case", ["equals_the_reference", "a_token_depends_on_itself_alone"])
 def test_interpreter(case):
-    assert "RACE DETECTED" not in run_alone(case)
+    assert "RACE DETECTED" not in run_alone(__file__, case)
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)

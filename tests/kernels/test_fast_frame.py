@@ -4,8 +4,6 @@ The interpreter gives each warpgroup a thread of XLA's pool, which is as large a
 its own, and this file is the program that they run.
 """
 
-import os
-import subprocess
 import sys
 
 import jax
@@ -13,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels._testing import TOLERANCES, gpu_interpreter, rel_err
+from pallas_kernels._testing import TOLERANCES, gpu_interpreter, rel_err, run_alone
 from pallas_kernels.fast_frame import api, config, mosaic_sm90, reference
 from pallas_kernels.fast_frame.arg_specs import SPECS
 from pallas_kernels.fast_frame.weights import FastLayer, fast_weights
@@ -66,19 +64,6 @@ def interpreted(hidden, semantic, w, draws):
     return [np.asarray(a) for a in mosaic_sm90.fast_frame(hidden, semantic, w, draws, SMALL, gpu_interpreter())]
 
 
-def run_alone(case):
-    """Run one of this file's cases in a process with threads enough; its output."""
-    process = subprocess.run(
-        [sys.executable, __file__, case],
-        env={**os.environ, "NPROC": "40", "PYTHONPATH": os.pathsep.join(sys.path)},
-        capture_output=True,
-        text=True,
-        timeout=280,
-    )
-    assert process.returncode == 0, process.stderr[-3000:]
-    return process.stdout + process.stderr
-
-
 def case_equals_the_reference(slots=B):
     w, (hidden, semantic, draws) = weights(1), operands(2, slots)
     codes, logits = interpreted(hidden, semantic, w, draws)
@@ -117,7 +102,7 @@ def case_a_slot_depends_on_itself_alone():
     ["equals_the_reference", "equals_the_reference_position_by_position", "a_slot_depends_on_itself_alone"],
 )
 def test_interpreter(case):
-    assert "RACE DETECTED" not in run_alone(case)
+    assert "RACE DETECTED" not in run_alone(__file__, case)
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)
