@@ -16,9 +16,9 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
-from ..block_scaled_matmul import reference as block_scaled
-from ..quantize_blocks.reference import quantize_blocks
-from ..types import BLOCK, BlockScaled
+from .._reference import linear, rms_norm
+from ..swiglu_mlp.reference import swiglu_mlp
+from ..types import BlockScaled
 
 
 @jax.tree_util.register_dataclass
@@ -47,17 +47,8 @@ def between_attentions(
     """(x_DM float32, qkv_MN bfloat16 or None)."""
     x_MD, qkv_MN = x_DM.T.astype(jnp.float32), None
     if before is not None and o_MK is not None:
-        x_MD = x_MD + _linear(o_MK.astype(jnp.float32), before.wo)
-        gate_MF, up_MF = jnp.split(_linear(_norm(x_MD, before.ffn_norm_D, eps), before.w_gate_up), 2, axis=-1)
-        x_MD = x_MD + _linear(jax.nn.silu(gate_MF) * up_MF, before.w_down)
+        x_MD = x_MD + linear(o_MK.astype(jnp.float32), before.wo)
+        x_MD = x_MD + swiglu_mlp(rms_norm(x_MD, before.ffn_norm_D, eps), before.w_gate_up, before.w_down)
     if after is not None:
-        qkv_MN = _linear(_norm(x_MD, after.norm_D, eps), after.wqkv).astype(jnp.bfloat16)
+        qkv_MN = linear(rms_norm(x_MD, after.norm_D, eps), after.wqkv).astype(jnp.bfloat16)
     return x_MD.T, qkv_MN
-
-
-def _linear(x_MK: jax.Array, w_NK: BlockScaled) -> jax.Array:
-    return block_scaled.block_scaled_matmul(quantize_blocks(x_MK, (1, BLOCK)), w_NK, jnp.dtype(jnp.float32))
-
-
-def _norm(x_MD: jax.Array, weight_D: jax.Array, eps: float) -> jax.Array:
-    return x_MD * jax.lax.rsqrt(jnp.mean(jnp.square(x_MD), axis=-1, keepdims=True) + eps) * weight_D.astype(jnp.float32)

@@ -16,9 +16,9 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
-from ..block_scaled_matmul import reference as block_scaled
-from ..quantize_blocks.reference import quantize_blocks
-from ..types import BLOCK, BlockScaled
+from .._reference import linear, rms_norm
+from ..swiglu_mlp.reference import swiglu_mlp
+from ..types import BLOCK
 from .weights import FastWeights
 
 
@@ -48,7 +48,7 @@ def fast_frame(
         for layer in range(weights.num_layers):
             x_BD, past[layer] = _layer(x_BD, weights, layer, position, past[layer])
         if position:
-            logits_BN = _linear(_norm(x_BD, weights.norms_ID[-1], weights.eps), weights.head.layer(0))
+            logits_BN = linear(rms_norm(x_BD, weights.norms_ID[-1], weights.eps), weights.head.layer(0))
             logits.append(logits_BN[:, : weights.num_codes])
             codes.append(draw(logits[-1], draws, position))
     return jnp.stack(codes, axis=1), jnp.stack(logits)
@@ -76,7 +76,7 @@ def draw(logits_BN: jax.Array, draws: Draws, position: int) -> jax.Array:
 def _layer(x_BD: jax.Array, weights: FastWeights, layer: int, position: int, past: tuple) -> tuple[jax.Array, tuple]:
     H, G = weights.heads
     attention_norm_D, ffn_norm_D = weights.norms_ID[2 * layer], weights.norms_ID[2 * layer + 1]
-    heads_BHd = _linear(_norm(x_BD, attention_norm_D, weights.eps), weights.wqkv.layer(layer))
+    heads_BHd = linear(rms_norm(x_BD, attention_norm_D, weights.eps), weights.wqkv.layer(layer))
     heads_BHd = heads_BHd.reshape(len(x_BD), -1, BLOCK)
     q_BHd, k_BGd, v_BGd = jnp.split(heads_BHd, [H, H + G], axis=1)
     q_BHd, k_BGd = (_rotate(part, weights.rope_C2h[position]) for part in (q_BHd, k_BGd))
@@ -87,19 +87,9 @@ def _layer(x_BD: jax.Array, weights: FastWeights, layer: int, position: int, pas
     weight_BGRS = jnp.exp(logits_BGRS - jnp.max(logits_BGRS, axis=-1, keepdims=True))
     o_BGRd = jnp.einsum("bgrs,bgsd->bgrd", _bf16(weight_BGRS), v_BGSd, precision="highest")
     o_BGRd /= jnp.sum(weight_BGRS, axis=-1)[..., None]
-    x_BD = x_BD + _linear(o_BGRd.reshape(len(x_BD), -1), weights.wo.layer(layer))
-    gate_BF, up_BF = jnp.split(
-        _linear(_norm(x_BD, ffn_norm_D, weights.eps), weights.w_gate_up.layer(layer)), 2, axis=-1
-    )
-    return x_BD + _linear(jax.nn.silu(gate_BF) * up_BF, weights.w_down.layer(layer)), past
-
-
-def _linear(x_BK: jax.Array, w_NK: BlockScaled) -> jax.Array:
-    return block_scaled.block_scaled_matmul(quantize_blocks(x_BK, (1, BLOCK)), w_NK, jnp.dtype(jnp.float32))
-
-
-def _norm(x_BD: jax.Array, weight_D: jax.Array, eps: float) -> jax.Array:
-    return x_BD * jax.lax.rsqrt(jnp.mean(jnp.square(x_BD), axis=-1, keepdims=True) + eps) * weight_D
+    x_BD = x_BD + linear(o_BGRd.reshape(len(x_BD), -1), weights.wo.layer(layer))
+    normed_BD = rms_norm(x_BD, ffn_norm_D, weights.eps)
+    return x_BD + swiglu_mlp(normed_BD, weights.w_gate_up.layer(layer), weights.w_down.layer(layer)), past
 
 
 def _rotate(x_BHd: jax.Array, rope_2h: jax.Array) -> jax.Array:

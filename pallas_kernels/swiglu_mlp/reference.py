@@ -16,24 +16,12 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from ..block_scaled_matmul import reference as block_scaled
-from ..mx_matmul import reference as mx
-from ..quantize_blocks.reference import quantize_blocks
-from ..quantize_mx.reference import quantize_mx
-from ..types import BLOCK, BlockScaled, MxScaled
+from .._reference import linear
+from ..types import BlockScaled, MxScaled
 
 
 def swiglu_mlp(x_MD: jax.Array, w_gate_up: jax.Array | BlockScaled | MxScaled, w_down) -> jax.Array:
     """(M, D) -> (M, D) in x's type; see the module for the formula."""
-    h = _matmul_f32(x_MD.astype(jnp.float32), w_gate_up)
+    h = linear(x_MD.astype(jnp.float32), w_gate_up)
     gate, up = jnp.split(h, 2, axis=-1)
-    return _matmul_f32(jax.nn.silu(gate) * up, w_down).astype(x_MD.dtype)
-
-
-def _matmul_f32(x: jax.Array, w) -> jax.Array:
-    f32 = jnp.dtype(jnp.float32)
-    if isinstance(w, BlockScaled):
-        return block_scaled.block_scaled_matmul(quantize_blocks(x, (1, BLOCK)), w, f32)
-    if isinstance(w, MxScaled):
-        return mx.mx_matmul(quantize_mx(x), w, f32)
-    return jnp.dot(x, w.astype(f32).T, precision=jax.lax.Precision.HIGHEST)
+    return linear(jax.nn.silu(gate) * up, w_down).astype(x_MD.dtype)
