@@ -99,13 +99,15 @@ def load(
     precision: str | None = None,
     voice_bytes: int = 0,
     sound_group: int = 1,
+    fused: bool | None = None,
     progress: Callable[[str], None] | None = None,
     warm: bool = True,
 ) -> SpeechModel:
     """Load a model folder, public or converted (None: minnow, which ships), and compile it.
 
     It gets `num_slots` slots of `max_len` columns, and `voice_bytes` for snapshots of the voices that it reads. A
-    `sound_group` above 1 is for a loop that calls `engine.sound`, as the server's does; `speak` does not.
+    `sound_group` above 1 is for a loop that calls `engine.sound`, as the server's does; `speak` does not. `fused` as
+    of `Engine`.
 
     `precision` is a policy as in `Precision.parse`; None takes the platform's default. `progress` hears what is being
     done. `warm=False` leaves compiling to the caller (`engine.warmup`). Raises WeightsError for a folder that is not
@@ -120,6 +122,7 @@ def load(
         max_len=max_len,
         voice_bytes=voice_bytes,
         sound_group=sound_group,
+        fused=fused,
         model_name=place.resolve().name,
     )
     if warm:
@@ -128,7 +131,14 @@ def load(
 
 
 def assemble(
-    loaded: LoadedModel, *, num_slots: int, max_len: int, model_name: str, voice_bytes: int = 0, sound_group: int = 1
+    loaded: LoadedModel,
+    *,
+    num_slots: int,
+    max_len: int,
+    model_name: str,
+    voice_bytes: int = 0,
+    sound_group: int = 1,
+    fused: bool | None = None,
 ) -> SpeechModel:
     """An engine around a model in memory, nothing compiled yet. Raises InvalidRequest for a size that cannot be.
 
@@ -146,6 +156,7 @@ def assemble(
         max_reference_s=loaded.profile.max_reference_s,
         voice_bytes=voice_bytes,
         sound_group=sound_group,
+        fused=fused,
         model_name=model_name,
     )
     config = loaded.config

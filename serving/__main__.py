@@ -51,6 +51,14 @@ def serve(
             help="bf16, or per module: slow=fp8,fast=bf16,head=bf16,kv=fp8,codec=bf16", show_default="fp32 on a CPU"
         ),
     ] = None,
+    fused: Annotated[
+        bool | None,
+        typer.Option(
+            "--fused/--no-fused",
+            help="Whether a step runs the kernels that hold many operations each",
+            show_default="where they come first on this chip and know the model",
+        ),
+    ] = None,
     voice_memory: Annotated[
         int, typer.Option(help="MiB of device memory for voices that were read: they are copied, not read again", min=0)
     ] = 512,
@@ -125,6 +133,7 @@ def serve(
         precision=precision,
         voice_bytes=voice_memory * 2**20,
         sound_group=sound_group_for(slots),
+        fused=fused,
         progress=logger.info,
         warm=False,
     )

@@ -1,10 +1,13 @@
 """Write a published-looking model folder of S2-Pro's size with random weights, tensor by tensor.
 
-    python tools/make_synthetic_s2_pro.py OUT [--layers N] [--seed S] [--no-codec]
+    python tools/make_synthetic_s2_pro.py OUT [--layers N] [--tiny] [--seed S] [--no-codec]
 
 For measuring what needs the real size and no real voice: conversion, loading, speed. The folder holds a nested
 `config.json`, two bfloat16 shards with their index, `codec/` in float32 and a byte-level `tokenizer.json` whose special
-tokens have S2-Pro's ids. 10.7 GB on disk; memory stays under 1.5 GB.
+tokens have S2-Pro's ids. 10.7 GB on disk; memory stays under 1.5 GB. `--tiny` has the same files, names and tokens at
+the least widths that FP8 and the fused kernels can take: for trying the commands that the real size is made for.
+
+Numbers are drawn once: every tensor is cut from one block of them, at an offset of its own and scaled to its width.
 """
 
 from __future__ import annotations
@@ -41,6 +44,7 @@ SPECIALS = {
     151677: "<|audio_pad|>",
 }
 SHARD_BYTES = 4_990_000_000  # of the first shard, as published
+BLOCK_SIZE = 4_194_301  # numbers; a prime, so that no two rows of a matrix begin at the same one
 _CODEC_CONFIG = {
     "sample_rate": 44100,
     "encoder_dim": 64,
@@ -56,11 +60,19 @@ _CODEC_CONFIG = {
     "downsample_factor": [2, 2],
     "module": {"n_layer": 8, "n_head": 16, "dim": 1024, "intermediate_size": 3072, "head_dim": 64, "window_size": 128},
 }
+_TINY_CODEC_CONFIG = _CODEC_CONFIG | {
+    "encoder_dim": 8,
+    "decoder_dim": 64,
+    "latent": 64,
+    "module": {"n_layer": 2, "n_head": 2, "dim": 64, "intermediate_size": 128, "head_dim": 32, "window_size": 128},
+}
 
 
-def model_config(num_layers: int = 36) -> dict:
-    """The nested `config.json`; fewer layers make a smaller folder of the same widths."""
+def model_config(num_layers: int = 36, *, tiny: bool = False) -> dict:
+    """The nested `config.json`; fewer layers make a smaller folder of the same widths, `tiny` the widths small."""
     shared = {"n_head": 32, "n_local_heads": 8, "head_dim": 128, "dim": 2560, "intermediate_size": 9728}
+    if tiny:
+        shared = {"n_head": 2, "n_local_heads": 1, "head_dim": 128, "dim": 128, "intermediate_size": 256}
     shared |= {"rope_base": 1000000, "norm_eps": 1e-06}
     return {
         "model_type": "fish_qwen3_omni",
@@ -82,7 +94,7 @@ def model_config(num_layers: int = 36) -> dict:
             **shared,
             "vocab_size": 4096,
             "num_codebooks": 10,
-            "text_dim": 2560,
+            "text_dim": shared["dim"],
             "n_layer": 4,
             "attention_qkv_bias": False,
             "attention_qk_norm": False,
@@ -92,7 +104,7 @@ def model_config(num_layers: int = 36) -> dict:
 
 
 def write_safetensors(path: Path, shapes: dict[str, tuple[int, ...]], dtype: np.dtype, arrays: Iterator[np.ndarray]):
-    """A safetensors file whose arrays come one at a time, in the order of `shapes`."""
+    """A safetensors file whose arrays, of type `dtype`, come one at a time, in the order of `shapes`."""
     code = {"bfloat16": "BF16", "float32": "F32"}[dtype.name]
     header, end = {}, 0
     for name, shape in shapes.items():
@@ -103,18 +115,33 @@ def write_safetensors(path: Path, shapes: dict[str, tuple[int, ...]], dtype: np.
     with path.open("wb") as file:
         file.write(struct.pack("<Q", len(encoded)) + encoded)
         for array in arrays:
-            file.write(array.astype(dtype, copy=False).view(np.uint8).reshape(-1).data)
+            file.write(array.view(np.uint8).reshape(-1).data)
 
 
-def random_arrays(shapes: dict[str, tuple[int, ...]], rng: np.random.Generator) -> Iterator[np.ndarray]:
-    """Float32 arrays of sane size: matrices 1/sqrt(width), vectors near one (biases near zero)."""
-    for name, shape in shapes.items():
-        array = rng.standard_normal(shape, dtype=np.float32)
-        if len(shape) == 1 or name.endswith("alpha"):
-            array = 0.02 * array + (0.0 if name.endswith("bias") else 1.0)
-        else:
-            array *= np.float32(np.prod(shape[1:]) ** -0.5)
-        yield array
+class Noise:
+    """Arrays of sane size: matrices 1/sqrt(width), vectors near one (biases near zero)."""
+
+    def __init__(self, seed: int, dtype: np.dtype):
+        self._rng = np.random.default_rng(seed)
+        self._block_N = self._rng.standard_normal(BLOCK_SIZE, dtype=np.float32)
+        self._dtype = dtype
+        self._scaled: dict[tuple[float, float], np.ndarray] = {}
+
+    def arrays(self, shapes: dict[str, tuple[int, ...]]) -> Iterator[np.ndarray]:
+        """One a name, in order."""
+        for name, shape in shapes.items():
+            if len(shape) == 1 or name.endswith("alpha"):
+                yield self._cut(shape, 0.02, 0.0 if name.endswith("bias") else 1.0)
+            else:
+                yield self._cut(shape, float(np.prod(shape[1:])) ** -0.5, 0.0)
+
+    def _cut(self, shape: tuple[int, ...], scale: float, mean: float) -> np.ndarray:
+        if (scale, mean) not in self._scaled:
+            self._scaled[scale, mean] = (np.float32(scale) * self._block_N + np.float32(mean)).astype(self._dtype)
+        scaled_N, size = self._scaled[scale, mean], int(np.prod(shape))
+        offset = int(self._rng.integers(BLOCK_SIZE))
+        rounds = -(-(offset + size) // BLOCK_SIZE)
+        return np.concatenate([scaled_N[offset:], *[scaled_N] * (rounds - 1)])[:size].reshape(shape)
 
 
 def make_tokenizer() -> Tokenizer:
@@ -136,14 +163,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("out", type=Path, help="folder to make; it must not exist")
     parser.add_argument("--layers", type=int, default=36, help="layers of the slow transformer [default: 36]")
+    parser.add_argument("--tiny", action="store_true", help="small widths; the rest as ever")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--no-codec", action="store_true", help="leave the codec out")
     options = parser.parse_args()
     out: Path = options.out
     out.mkdir(parents=True)
-    rng = np.random.default_rng(options.seed)
 
-    raw = model_config(options.layers)
+    raw = model_config(options.layers, tiny=options.tiny)
     (out / "config.json").write_text(json.dumps(raw, indent=2))
     shapes = public_shapes(ModelConfig.from_dict(raw))
     dtype = np.dtype(ml_dtypes.bfloat16)
@@ -153,19 +180,21 @@ def main() -> None:
         used += int(np.prod(shape)) * dtype.itemsize
         shards[0 if used <= SHARD_BYTES else 1][name] = shape
     shards = [shard for shard in shards if shard]
-    weight_map = {}
+    weight_map, noise = {}, Noise(options.seed, dtype)
     for number, shard in enumerate(shards, start=1):
         file_name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        write_safetensors(out / file_name, shard, dtype, random_arrays(shard, rng))
+        write_safetensors(out / file_name, shard, dtype, noise.arrays(shard))
         weight_map |= dict.fromkeys(shard, file_name)
     index = {"metadata": {"total_size": used}, "weight_map": weight_map}
     (out / "model.safetensors.index.json").write_text(json.dumps(index))
     make_tokenizer().save(str(out / "tokenizer.json"))
     if not options.no_codec:
         (out / "codec").mkdir()
-        (out / "codec" / "config.json").write_text(json.dumps(_CODEC_CONFIG, indent=2))
-        books = codec_shapes(abstract_codec(CodecConfig.from_dict(_CODEC_CONFIG)))
-        write_safetensors(out / "codec" / "model.safetensors", books, np.dtype(np.float32), random_arrays(books, rng))
+        raw_codec = _TINY_CODEC_CONFIG if options.tiny else _CODEC_CONFIG
+        (out / "codec" / "config.json").write_text(json.dumps(raw_codec, indent=2))
+        books = codec_shapes(abstract_codec(CodecConfig.from_dict(raw_codec)))
+        codec_noise = Noise(options.seed + 1, np.dtype(np.float32))
+        write_safetensors(out / "codec" / "model.safetensors", books, np.dtype(np.float32), codec_noise.arrays(books))
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ import itertools
 import json
 import re
 import statistics
+from pathlib import Path
 
 import pytest
 
@@ -16,6 +17,7 @@ from fishjax.bench.serve.clip import unique_clip, write_clip
 from fishjax.bench.serve.drive import Seen, read_calls
 from fishjax.bench.serve.plan import CallersPlan, Requests, split
 from fishjax.bench.serve.prompts import NUM_PROMPTS, prompt
+from fishjax.bench.serve.run import Suite, server_options
 
 ABOUT = {"server": 1, "loop": "closed", "concurrency": 4, "rate": None, "policy": "bf16", "voices": "cached"}
 
@@ -25,6 +27,18 @@ def call(called_s, arrivals=(), status=OK, **fields):
     ended_s = fields.pop("ended_s", arrivals[-1][0] if arrivals else called_s + 0.01)
     given = {"lane": "real", "does": "listens", "frame_s": 0.05, "promised": bool(arrivals)} | fields
     return Call(called_s=called_s, arrivals=arrivals, status=status, ended_s=ended_s, **given)
+
+
+@pytest.mark.parametrize(("fused", "flags"), [(None, []), (True, ["--fused"]), (False, ["--no-fused"])])
+def test_a_server_is_started_as_the_command_says(fused, flags):
+    loads_of_it = {"concurrency": (1,), "rates": (), "bursty": False, "seconds": 1.0, "voices": "cached", "seed": 0}
+    suite = Suite(
+        slots=(4,), max_frames=None, gpu_price=None, batch_lane=False, check=False, address=None,
+        model=Path("some/model"), precision="slow=fp8", max_len=None, fused=fused, **loads_of_it,
+    )  # fmt: skip
+    started = server_options(suite, 4, "--max-queue", "0")
+    wanted = ["--model", "some/model", "--precision", "slow=fp8", "--slots", "4", *flags, "--max-queue", "0"]
+    assert started == wanted
 
 
 def row(calls, looks=(), from_s=100.0, to_s=110.0, price=None, **about):

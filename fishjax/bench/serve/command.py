@@ -36,6 +36,9 @@ def serve(
     model: Annotated[Path | None, typer.Option(help="Model folder", show_default="minnow, which ships")] = None,
     precision: Annotated[str | None, typer.Option(help="As of python -m serving")] = None,
     max_len: Annotated[int | None, typer.Option(help="As of python -m serving")] = None,
+    fused: Annotated[
+        bool | None, typer.Option("--fused/--no-fused", help="As of python -m serving", show_default="as the server")
+    ] = None,
     max_frames: Annotated[
         int | None, typer.Option(help="Frames of a request, for a model that does not stop by itself", min=1)
     ] = None,
@@ -86,6 +89,7 @@ def serve(
         model=model,
         precision=precision,
         max_len=max_len,
+        fused=fused,
     )
     if freeze and soak is not None and soak < thresholds.soak["frozen_seconds"]:
         raise InvalidRequest(f"--freeze takes a soak of {thresholds.soak['frozen_seconds']:g} s or more")

@@ -58,6 +58,7 @@ class Suite:
     model: Path | None
     precision: str | None
     max_len: int | None
+    fused: bool | None
 
 
 def device_seen(address: str | None) -> dict[str, Any]:
@@ -70,7 +71,8 @@ def device_seen(address: str | None) -> dict[str, Any]:
 def server_options(suite: Suite, num_slots: int, *more: str) -> list[str]:
     """Arguments of `python -m serving`."""
     named = {"--model": suite.model, "--precision": suite.precision, "--max-len": suite.max_len, "--slots": num_slots}
-    return [*(str(part) for name, value in named.items() if value is not None for part in (name, value)), *more]
+    flags = {None: [], True: ["--fused"], False: ["--no-fused"]}[suite.fused]
+    return [*(str(part) for name, value in named.items() if value is not None for part in (name, value)), *flags, *more]
 
 
 class Measuring:
@@ -188,6 +190,7 @@ class Measuring:
         load = {
             "model": suite.model.resolve().name if suite.model else ("as served" if suite.address else "minnow"),
             "max_len": suite.max_len,
+            "fused": suite.fused,
             "prompts": "unique",
             "seed": suite.seed,
             "max_frames": suite.max_frames,
