@@ -194,7 +194,7 @@ class SynthesisLoop(Generic[MailboxT]):
                 self._on_state(LoopState.SERVING)
             self._serve()
         except _StoppedEarly:
-            logger.info("stopped while warming up")
+            logger.info("the warm-up was given up")
         except Exception as error:
             self._fail(error)
 

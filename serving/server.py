@@ -63,6 +63,7 @@ class Server:
         self._grpc: grpc.aio.Server | None = None
         self._stop_metrics: Callable[[], None] | None = None
         self._loop: SynthesisLoop[Mailbox] | None = None
+        self._stopped = False
         self._references: ReferenceReader | None = None
 
     async def start(self) -> None:
@@ -162,7 +163,10 @@ class Server:
         await self._failed.wait()
 
     async def stop(self, drain_s: float | None = None) -> None:
-        """Take no more requests, give those that are here `drain_s` seconds (None: the configured time), end."""
+        """Take no more requests, give those that are here `drain_s` seconds (None: the configured time), end.
+
+        A second call while the first one waits cuts its time short.
+        """
         if self._loop is not None:
             self._loop.drain()
         self._health.close()
@@ -175,7 +179,9 @@ class Server:
         if self._stop_metrics is not None:
             await asyncio.to_thread(self._stop_metrics)
             self._stop_metrics = None
-        logger.info("stopped")
+        if not self._stopped:
+            self._stopped = True
+            logger.info("stopped")
 
     def _on_state(self, state: LoopState) -> None:
         # Health first: whoever was told that the server is ready, or has failed, finds it so.

@@ -539,6 +539,20 @@ def test_a_failing_warm_up_is_a_failed_loop(make):
     assert harness.states.get(timeout=PATIENCE_S) is LoopState.FAILED
 
 
+def test_a_warm_up_ends_at_the_next_program_once_told_to_stop(make, caplog):
+    caplog.set_level("INFO")
+    harness = make()
+    harness.engine.warmup_gate.close()
+    harness.loop.start()
+    stopper = threading.Thread(target=harness.loop.stop)
+    stopper.start()
+    while harness.loop.state is not LoopState.STOPPED:
+        pass
+    harness.engine.warmup_gate.open()
+    stopper.join(PATIENCE_S)
+    assert [record.getMessage() for record in caplog.records] == ["the warm-up was given up"]  # who stops says the rest
+
+
 def test_draining_finishes_what_is_here_and_takes_nothing_new(make):
     harness = make().start()
     harness.engine.gate.close()

@@ -42,6 +42,11 @@ def process(caplog):
         signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
 
 
+def times_stopped(caplog):
+    """How many lines of the log say so."""
+    return sum("stopped" in record.getMessage() for record in caplog.records)
+
+
 async def start_speaking(address):
     channel = grpc.aio.insecure_channel(address)
     request = tts_pb2.SynthesizeRequest(text="w " * 20)
@@ -65,6 +70,7 @@ async def test_a_signal_drains_and_exits_0(process, caplog):
         answer = message
     assert answer.summary.num_frames == 20
     assert await asyncio.wait_for(running, PATIENCE_S) == 0
+    assert times_stopped(caplog) == 1
     await channel.close()
 
 
@@ -83,6 +89,7 @@ async def test_a_second_signal_does_not_wait(process, caplog):
             pass
     engine.gate.open()  # the step at the gate is the one the loop still ends
     assert await asyncio.wait_for(running, PATIENCE_S / 2) == 0
+    assert times_stopped(caplog) == 1
     await channel.close()
 
 
