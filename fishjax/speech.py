@@ -17,7 +17,7 @@ import numpy as np
 from fishjax.config import SpeechProfile
 from fishjax.engine.engine import Engine
 from fishjax.engine.sampling_params import SamplingParams
-from fishjax.engine.utterance import Utterance
+from fishjax.engine.utterance import Utterance, least_max_len
 from fishjax.text.live import LiveText
 from fishjax.text.prompt import Prompter, Reference
 from fishjax.text.tokenizer import Tokenizer
@@ -51,6 +51,11 @@ class SpeechModel:
             max_len=self.engine.max_len,
             frame_rate_hz=self.engine.frame_rate_hz,
         )
+
+    @property
+    def least_max_len(self) -> int:
+        """Positions of the smallest slot that takes a text at all, unless it asks for `max_frames`."""
+        return least_max_len(self.prompter, self.profile, self.engine.frame_rate_hz)
 
     def live_text(self) -> LiveText:
         """Cuts text that arrives in pieces into segments for this model."""

@@ -366,6 +366,7 @@ class FakeSpeech:
     engine: FakeEngine = field(default_factory=FakeEngine)
     utterances: list[FakeUtterance] = field(default_factory=list)
     reference_fault: Exception | None = None
+    least_max_len: int = 1
 
     def default_sampling(self, seed: int = 0) -> SamplingParams:
         """Its own defaults."""

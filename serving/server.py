@@ -69,10 +69,14 @@ class Server:
     async def start(self) -> None:
         """Listen, and begin to warm up.
 
-        Raises InvalidRequest when the address cannot be had or a file of keys or certificates is not in order,
-        WeightsError when the folder of voices is not.
+        Raises InvalidRequest when the slots are too short to speak, the address cannot be had, or a file of keys or
+        certificates is not in order, WeightsError when the folder of voices is not.
         """
         engine, config = self._speech.engine, self.config
+        if engine.max_len < (least := self._speech.least_max_len):
+            raise InvalidRequest(
+                f"--max-len must be at least {least} for this model, not {engine.max_len}: no text fits a shorter slot"
+            )
         frame_s = engine.samples_per_frame / engine.sample_rate_hz
         aio = asyncio.get_running_loop()
         self._loop = SynthesisLoop(

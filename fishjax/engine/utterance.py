@@ -147,14 +147,10 @@ class Utterance:
         limit = self.sampling.max_frames
         return math.inf if limit is None else limit - self.num_frames
 
-    def _guard(self, text: str) -> int:
-        """Frames that no honest reading of `text` needs: a second and a half, and 0.37 s a byte."""
-        return math.ceil(1.5 * self._frame_rate_hz + 0.372 * self._frame_rate_hz * len(text.encode("utf-8")))
-
     def _prepare_segment(self) -> Prompt:
         self._text = self._waiting.pop(0)
         self._frames = []
-        guard = self._guard(self._text)
+        guard = _guard(self._text, self._frame_rate_hz)
         wanted = int(min(guard, self._profile.max_segment_frames, self._frames_left()))
         prompt_CT = self._fit(wanted)
         room = self._max_len - prompt_CT.shape[1]
@@ -175,7 +171,7 @@ class Utterance:
         if prompt_CT.shape[1] + wanted > self._max_len:
             self._forget(wanted)
             prompt_CT = self._columns(self._history)
-        if prompt_CT.shape[1] + self._min_room(wanted) > self._max_len:
+        if prompt_CT.shape[1] + _min_room(wanted, self._frame_rate_hz) > self._max_len:
             raise PromptTooLong(
                 f"the prompt takes {prompt_CT.shape[1]} of {self._max_len} positions and leaves no room to speak: "
                 "use shorter references, shorter words, or a larger --max-len"
@@ -191,7 +187,7 @@ class Utterance:
         """
         if not self._given and not self._voice and self._history:
             self._voice = (self._history.pop(0),)
-        if self._columns(()).shape[1] + self._min_room(wanted) > self._max_len:
+        if self._columns(()).shape[1] + _min_room(wanted, self._frame_rate_hz) > self._max_len:
             self._voice = ()
         bare = self._columns(()).shape[1]
         room = max(0, self._max_len - bare - wanted)
@@ -201,9 +197,6 @@ class Utterance:
     def _columns(self, history: Sequence[Reference]) -> np.ndarray:
         """The prompt (C+1, T) of this segment's text after `history`."""
         return self._prompter.prompt(self._given or self._voice, history, self._text)
-
-    def _min_room(self, wanted: int) -> int:
-        return min(wanted, math.ceil(2 * self._frame_rate_hz))
 
     def _end_segment(self, *, last_frame_cached: bool) -> None:
         frames_CT = np.stack(self._frames, axis=1) if self._frames else self._cached_CT[1:, :0]
@@ -215,6 +208,23 @@ class Utterance:
             self._history.append(Reference(self._text, frames_CT))
             if self._profile.max_history_segments is not None:
                 self._history = self._history[-self._profile.max_history_segments :]
+
+
+def least_max_len(prompter: Prompter, profile: SpeechProfile, frame_rate_hz: float) -> int:
+    """Positions of the smallest slot that takes a text at all: of one letter, without references and `max_frames`."""
+    letter = "a"
+    wanted = min(_guard(letter, frame_rate_hz), profile.max_segment_frames)
+    return prompter.prompt((), (), letter).shape[1] + _min_room(wanted, frame_rate_hz)
+
+
+def _guard(text: str, frame_rate_hz: float) -> int:
+    """Frames that no honest reading of `text` needs: a second and a half, and 0.37 s a byte."""
+    return math.ceil(1.5 * frame_rate_hz + 0.372 * frame_rate_hz * len(text.encode("utf-8")))
+
+
+def _min_room(wanted: int, frame_rate_hz: float) -> int:
+    """Frames that a prompt must leave room for: those wanted, or two seconds."""
+    return min(wanted, math.ceil(2 * frame_rate_hz))
 
 
 def _common_columns(cached_CT: np.ndarray, prompt_CT: np.ndarray) -> int:

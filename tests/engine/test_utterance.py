@@ -7,7 +7,7 @@ import pytest
 
 from fishjax.config import SpeechProfile
 from fishjax.engine.sampling_params import SamplingParams
-from fishjax.engine.utterance import Accepted, FinishReason, Utterance
+from fishjax.engine.utterance import Accepted, FinishReason, Utterance, least_max_len
 from fishjax.errors import InvalidRequest, PromptTooLong
 from fishjax.text.prompt import Prompter, Reference
 from fishjax.text.tokenizer import Tokenizer
@@ -51,6 +51,15 @@ def speak(utterance: Utterance, frames_per_segment: int) -> list:
             if accepted.segment_done:
                 break
     return prompts
+
+
+@pytest.mark.parametrize("max_segment_frames", [1024, 43, 5])
+def test_the_smallest_slot_takes_a_letter_and_a_smaller_one_nothing(make, prompter, max_segment_frames):
+    least = least_max_len(prompter, SpeechProfile(max_segment_frames=max_segment_frames), FRAME_RATE_HZ)
+    assert make("I", max_len=least, max_segment_frames=max_segment_frames).next_prompt() is not None
+    for text in ("I", "é", "hello"):
+        with pytest.raises(PromptTooLong):
+            make(text, max_len=least - 1, max_segment_frames=max_segment_frames)
 
 
 def test_one_segment_ends_when_the_model_says_so(make):

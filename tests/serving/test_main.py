@@ -138,6 +138,13 @@ def test_usage_errors_exit_2(tmp_path):
     assert serving("--port", "70000").returncode == 2
 
 
+def test_slots_too_short_to_speak_are_refused_at_start():
+    result = serving("--slots", "1", "--max-len", "106", "--port", "0")  # minnow: 66 columns ask for a letter, 41 speak
+    assert result.returncode == 2
+    assert "error: --max-len must be at least 107 for this model, not 106" in result.stderr
+    assert "listening" not in result.stderr
+
+
 @pytest.fixture
 def started(monkeypatch, tmp_path):
     """Runs the command line up to where it would serve: (result, arguments of `load`, configuration)."""
