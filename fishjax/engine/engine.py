@@ -167,9 +167,12 @@ class Engine:
         self._take_block = jax.jit(partial(steps.take_block, columns=block_columns))
         self._put_block = jax.jit(steps.put_block, donate_argnums=(0,))
 
-        self._state = new_state(config, num_slots, max_len, kv_dtype)
-        self._codec_state = init_stream(codec, num_slots, max_len)
-        self._held_BKW = jnp.zeros((num_slots, self.num_codebooks, 2 * sound_group), jnp.int32)
+        state = new_state(config, num_slots, max_len, kv_dtype)
+        held_BKW = jnp.zeros((num_slots, self.num_codebooks, 2 * sound_group), jnp.int32)
+        rows: steps.Rows = state, init_stream(codec, num_slots, max_len), held_BKW
+        # Committed to the device, as weights are that were restored, and so whatever programs return: to jit an array
+        # that is not is another kind of argument, and what `warmup` ran first would compile again at the first request.
+        self._state, self._codec_state, self._held_BKW = jax.device_put(rows, jax.local_devices()[0])
         block_bytes = memory.described(lambda: init_cache(config, 1, block_columns, kv_dtype))
         self.voices = Snapshots(voice_bytes, block_bytes, block_columns)
         on_cpu = jax.default_backend() == "cpu"

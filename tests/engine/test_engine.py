@@ -8,6 +8,7 @@ import json
 import jax
 import numpy as np
 import pytest
+from flax import nnx
 from safetensors.numpy import load_file
 
 from fishjax.codec import Codec
@@ -199,6 +200,25 @@ def test_nothing_compiles_after_warmup(engine, prompt, compiles):
     for slot in range(4):
         engine.free(slot)
     engine.step([]).result()
+    assert compiles.count == 0
+
+
+def test_nothing_compiles_after_warmup_with_weights_that_were_restored(golden_model, golden_codec, prompt, compiles):
+    parts = []
+    for module in (golden_model, golden_codec):
+        graph, weights = nnx.split(module)
+        parts.append(nnx.merge(graph, jax.device_put(weights, jax.devices()[0])))  # committed, as Orbax restores them
+    options = {"max_reference_s": 0.2, "sound_group": 2, "voice_bytes": 2**20}
+    engine = Engine(*parts, im_end_id=422, num_slots=2, max_len=32, **options)
+    engine.warmup()
+    compiles.count = 0
+    for slot, length in enumerate((5, 25)):
+        engine.insert(engine.prefill(prompt(slot, length), SamplingParams(seed=slot), voice_length=16 * slot), slot)
+    for _ in range(7):
+        engine.step([0, 1]).result()
+    engine.sound([0, 1]).result()
+    engine.insert(engine.extract(0), 1)
+    engine.step([1]).result()
     assert compiles.count == 0
 
 
