@@ -10,8 +10,11 @@ from typing import Any
 
 from fishjax.errors import WeightsError
 
-from .fields import positive, reader, real, whole_numbers
+from .fields import positive, read, reader, real, whole_numbers
 from .files import read_config
+
+_DEFAULTS = {"encoder_window": 512, "general_head_dim": 64, "norm_eps": 1e-5, "rope_base": 10000.0}
+"""What a file need not say."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,36 +106,29 @@ class CodecConfig:
     @classmethod
     def from_dict(cls, raw: Mapping[str, Any]) -> CodecConfig:
         """From a parsed codec `config.json`."""
-        get = reader(raw)
+        get = reader({**_DEFAULTS, **raw})
         if not isinstance(get("module"), Mapping):
             raise WeightsError(f"module must be an object, not {get('module')!r}")
-        module = reader(get("module"), prefix="module.")
-        norm_eps, rope_base = raw.get("norm_eps", 1e-5), raw.get("rope_base", 10000.0)
-        return cls(
-            sample_rate_hz=get("sample_rate"),
-            encoder_dim=get("encoder_dim"),
-            encoder_rates=_tuple(get("encoder_rates")),
-            encoder_transformer_layers=_tuple(get("encoder_transformer_layers")),
-            encoder_window=raw.get("encoder_window", 512),
-            encoder_head_dim=raw.get("general_head_dim", 64),
-            decoder_dim=get("decoder_dim"),
-            decoder_rates=_tuple(get("decoder_rates")),
-            latent_dim=get("latent"),
-            semantic_codebook_size=get("semantic_codebook_size"),
-            residual_codebook_size=get("codebook_size"),
-            num_residual_codebooks=get("n_codebooks"),
-            codebook_dim=get("codebook_dim"),
-            downsample_factors=_tuple(get("downsample_factor")),
-            transformer=CodecTransformerConfig(
-                num_layers=module("n_layer"),
-                dim=module("dim"),
-                num_heads=module("n_head"),
-                head_dim=module("head_dim"),
-                ffn_dim=module("intermediate_size"),
-                window=module("window_size"),
-                norm_eps=norm_eps,
-                rope_base=rope_base,
-            ),
+        transformer = read(
+            CodecTransformerConfig,
+            reader(get("module"), prefix="module."),
+            {"norm_eps": get("norm_eps"), "rope_base": get("rope_base")},
+            num_layers="n_layer",
+            num_heads="n_head",
+            ffn_dim="intermediate_size",
+            window="window_size",
+        )
+        lists = {name: _tuple(get(name)) for name in ("encoder_rates", "encoder_transformer_layers", "decoder_rates")}
+        lists["downsample_factors"] = _tuple(get("downsample_factor"))
+        return read(
+            cls,
+            get,
+            {"transformer": transformer, **lists},
+            sample_rate_hz="sample_rate",
+            encoder_head_dim="general_head_dim",
+            latent_dim="latent",
+            residual_codebook_size="codebook_size",
+            num_residual_codebooks="n_codebooks",
         )
 
     @classmethod

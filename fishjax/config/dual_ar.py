@@ -13,12 +13,21 @@ from typing import Any, Literal, get_args
 
 from fishjax.errors import WeightsError
 
-from .fields import check_whole, flag, positive, reader, whole
+from .fields import check_whole, flag, positive, read, reader, whole
 from .files import read_config
 from .layouts import FLAT_DEFAULTS, flatten_nested
 from .transformer import TransformerConfig
 
 PromptLayout = Literal["chat", "interleave"]
+# Fields of `TransformerConfig` and what the flat layout calls them.
+_SIZES = {
+    "dim": "dim",
+    "num_heads": "n_head",
+    "num_kv_heads": "n_local_heads",
+    "head_dim": "head_dim",
+    "ffn_dim": "intermediate_size",
+}
+_SWITCHES = {"qkv_bias": "attention_qkv_bias", "o_bias": "attention_o_bias", "qk_norm": "attention_qk_norm"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,51 +89,17 @@ class ModelConfig:
         num_kv_heads = get("n_local_heads")
         # An explicit null head_dim means dim / n_head; an absent one means the class default, 64.
         head_dim = dim // num_heads if flat.get("head_dim", 64) is None else get("head_dim")
-        slow = TransformerConfig(
-            num_layers=get("n_layer"),
-            dim=dim,
-            num_heads=num_heads,
-            num_kv_heads=num_heads if num_kv_heads == -1 else num_kv_heads,
-            head_dim=head_dim,
-            ffn_dim=flat.get("intermediate_size") or _default_ffn_dim(dim),
-            rope_base=get("rope_base"),
-            norm_eps=get("norm_eps"),
-            qkv_bias=get("attention_qkv_bias"),
-            o_bias=get("attention_o_bias"),
-            qk_norm=get("attention_qk_norm"),
-        )
-
-        def fast_or_slow(name: str, inherited: Any) -> Any:
-            value = flat.get(name)
-            return inherited if value in (None, 0) and value is not False else value
-
-        fast = TransformerConfig(
-            num_layers=get("n_fast_layer"),
-            dim=fast_or_slow("fast_dim", slow.dim),
-            num_heads=fast_or_slow("fast_n_head", slow.num_heads),
-            num_kv_heads=fast_or_slow("fast_n_local_heads", slow.num_kv_heads),
-            head_dim=fast_or_slow("fast_head_dim", slow.head_dim),
-            ffn_dim=fast_or_slow("fast_intermediate_size", slow.ffn_dim),
-            rope_base=slow.rope_base,
-            norm_eps=slow.norm_eps,
-            qkv_bias=fast_or_slow("fast_attention_qkv_bias", slow.qkv_bias),
-            o_bias=fast_or_slow("fast_attention_o_bias", slow.o_bias),
-            qk_norm=fast_or_slow("fast_attention_qk_norm", slow.qk_norm),
-        )
-        return cls(
-            slow=slow,
-            fast=fast,
-            vocab_size=get("vocab_size"),
-            num_codebooks=get("num_codebooks"),
-            codebook_size=get("codebook_size"),
-            semantic_begin_id=get("semantic_begin_id"),
-            semantic_end_id=get("semantic_end_id"),
-            max_seq_len=get("max_seq_len"),
-            tie_word_embeddings=get("tie_word_embeddings"),
-            scale_codebook_embeddings=get("scale_codebook_embeddings"),
-            norm_fastlayer_input=get("norm_fastlayer_input"),
-            prompt_layout=layout,
-        )
+        own = {
+            "num_kv_heads": num_heads if num_kv_heads == -1 else num_kv_heads,
+            "head_dim": head_dim,
+            "ffn_dim": flat.get("intermediate_size") or _default_ffn_dim(dim),
+        }
+        slow = read(TransformerConfig, get, own, num_layers="n_layer", num_heads="n_head", **_SWITCHES)
+        # Of the fast one the file says what differs from the slow one; 0 says nothing, false does.
+        said = {ours: flat.get(f"fast_{theirs}") for ours, theirs in (_SIZES | _SWITCHES).items()}
+        said = {name: value for name, value in said.items() if value is False or value not in (None, 0)}
+        fast = dataclasses.replace(slow, num_layers=get("n_fast_layer"), **said)
+        return read(cls, get, {"slow": slow, "fast": fast, "prompt_layout": layout})
 
 
 def s2_pro(num_layers: int = 36) -> ModelConfig:

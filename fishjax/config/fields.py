@@ -1,12 +1,15 @@
-"""Checks of fields, one sentence each with the field's name. Raises WeightsError."""
+"""Fields of a config: read from a parsed file, and checked, one sentence each with its name. Raises WeightsError."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Any
+from dataclasses import fields
+from typing import Any, TypeVar
 
 from fishjax.errors import WeightsError
+
+_Config = TypeVar("_Config", bound=Any)
 
 
 def reader(raw: Mapping[str, Any], prefix: str = "") -> Callable[[str], Any]:
@@ -18,6 +21,12 @@ def reader(raw: Mapping[str, Any], prefix: str = "") -> Callable[[str], Any]:
         return raw[name]
 
     return get
+
+
+def read(config: type[_Config], get: Callable[[str], Any], given: Mapping[str, Any], **names: str) -> _Config:
+    """A config of the fields `given`; `get` has the others, under their own names or those in `names`."""
+    others = [field.name for field in fields(config) if field.name not in given]
+    return config(**given, **{name: get(names.get(name, name)) for name in others})
 
 
 def positive(config: Any, *names: str) -> None:
