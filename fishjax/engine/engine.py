@@ -111,7 +111,8 @@ class Engine:
     frames after its first ones is not made by `step` but by `sound`, so many frames at a time. `fused` steps both
     transformers through fused kernels (None: where they come first on this chip and know the model). `memory` is what
     all of it takes, `voices` what is known of snapshots. Not thread-safe: one loop owns it. Raises InvalidRequest for
-    sizes that cannot be, or that the device has no room for.
+    sizes that cannot be, or that the device has no room for; so does every verb, before it changes anything, for a slot
+    that is not there, is named twice, or holds nothing to do this to.
     """
 
     def __init__(
@@ -180,7 +181,7 @@ class Engine:
         self._unread: list[deque[Chunk]] = [deque() for _ in range(num_slots)]
         self._no_sound_Bs = np.zeros((num_slots, self.samples_per_frame), np.float32)
         self._num_made_B, self._num_held_B = np.zeros(num_slots, np.int32), np.zeros(num_slots, np.int32)
-        self._cancel_B = np.zeros(num_slots, bool)
+        self._filled_B, self._cancel_B = np.zeros(num_slots, bool), np.zeros(num_slots, bool)
         self._top_k_B = np.ones(num_slots, np.int32)
 
     def warmup(self, progress: Callable[[str], None] | None = None) -> None:
@@ -222,12 +223,15 @@ class Engine:
         They follow the first `prefix_length` columns that the slot holds. Where that is none, the first
         `voice_length` are those that other prompts with this voice have too: they are copied if they are known, and
         kept once they are read. `first_frame` counts the frames that the request already has: it keys the random
-        numbers. Raises PromptTooLong when no position is left for a frame.
+        numbers. Raises PromptTooLong when no position is left for a frame, InvalidRequest for what is no prompt.
         """
+        rows = self.num_codebooks + 1
+        if columns_CT.ndim != 2 or columns_CT.shape[0] != rows or not columns_CT.shape[1]:
+            raise InvalidRequest(f"a prompt is ({rows}, one or more) columns for this model, not {columns_CT.shape}")
         num_new = columns_CT.shape[1] - 1
         length = prefix_length + num_new
-        if num_new < 0:
-            raise InvalidRequest("a prompt needs at least one column")
+        if prefix_length < 0 or not 0 <= voice_length <= num_new:
+            raise InvalidRequest(f"{num_new + 1} columns cannot follow {prefix_length}, {voice_length} of a voice")
         if length >= self.max_len:
             raise PromptTooLong(f"the prompt has {length + 1} columns; a slot holds {self.max_len}: shorten it")
         slots = segment_start(columns_CT[:, -1], length, first_frame, sampling)
@@ -242,7 +246,10 @@ class Engine:
         return Prefix((*cut(voice_CT, 0, slots, self._widths, key), *rest), sampling.top_k)
 
     def insert(self, prefix: Prefix, slot: int) -> None:
-        """Put a request into a slot; once its prompt is read, its next step makes its next frame."""
+        """Put a request into a slot, whatever it holds; once its prompt is read, its next step makes its next frame."""
+        follows = prefix.saved is None and not prefix.voice and prefix.unread[0].start > 0
+        self._check([slot], filled=follows)
+        self._filled_B[slot] = True
         self._unread[slot] = deque(prefix.unread)
         self._num_made_B[slot], self._num_held_B[slot] = prefix.num_made, prefix.num_held
         self._cancel_B[slot] = False
@@ -253,6 +260,9 @@ class Engine:
 
     def read(self, slot: int) -> None:
         """Read the next chunk of a slot's prompt; returns at once."""
+        self._check([slot])
+        if not self._unread[slot]:
+            raise InvalidRequest(f"the prompt in slot {slot} is read: step it")
         chunk = self._unread[slot].popleft()
         self._state = self._prefill(self._state, chunk.columns_1KT, np.int32(chunk.start), chunk.slots, np.int32(slot))
         if chunk.voice is not None and (starts := self.voices.make_room(chunk.voice)):
@@ -262,6 +272,7 @@ class Engine:
 
     def step(self, run: Collection[int]) -> PendingStep:
         """Make the next frame of each slot in `run`, after what is unread of its prompt; returns at once."""
+        self._check(run)
         for slot in run:
             while self._unread[slot]:
                 self.read(slot)
@@ -291,6 +302,10 @@ class Engine:
         Where a segment is over there may be fewer: what comes after them means nothing. A slot has room for twice as
         many; which frames are made together depends on their number in the segment alone, whenever it is done.
         """
+        self._check(slots)
+        for slot in slots:
+            if self._num_held_B[slot] <= 0:
+                raise InvalidRequest(f"slot {slot} has no frames whose sound is not made")
         run_B = np.zeros(self.num_slots, bool)
         run_B[list(slots)] = True
         self._codec_state, self._held_BKW, audio_BT = self._group_sound(self._codec_state, self._held_BKW, run_B)
@@ -299,6 +314,7 @@ class Engine:
 
     def extract(self, slot: int) -> Prefix:
         """Take a copy of everything that the request in `slot` needs to go on elsewhere to the same codes."""
+        self._check([slot])
         return Prefix(
             tuple(self._unread[slot]),
             int(self._top_k_B[slot]),
@@ -308,8 +324,9 @@ class Engine:
         )
 
     def free(self, slot: int) -> None:
-        """Empty a slot (carried out by the next step)."""
-        self._cancel_B[slot] = True
+        """Empty a slot (carried out by the next step); one that is empty stays so."""
+        self._check([slot], filled=False)
+        self._filled_B[slot], self._cancel_B[slot] = False, True
         self._unread[slot].clear()
 
     def encode_reference(self, audio_T: np.ndarray) -> np.ndarray:
@@ -322,6 +339,16 @@ class Engine:
         padded_BT[0, : audio_T.size] = audio_T
         num_frames = -(-audio_T.size // self.samples_per_frame)
         return np.asarray(self._encode(padded_BT))[0, :, :num_frames]
+
+    def _check(self, slots: Collection[int], *, filled: bool = True) -> None:
+        """Raises InvalidRequest unless all are slots of this engine, each named once and, with `filled`, not empty."""
+        for slot in slots:
+            if not 0 <= slot < self.num_slots:
+                raise InvalidRequest(f"there is no slot {slot}: this engine has 0..{self.num_slots - 1}")
+            if filled and not self._filled_B[slot]:
+                raise InvalidRequest(f"slot {slot} is empty: insert a prompt first")
+        if len(set(slots)) < len(slots):
+            raise InvalidRequest(f"a slot is named twice: {list(slots)}")
 
     @property
     def _rows(self) -> steps.Rows:
