@@ -11,13 +11,16 @@ import re
 import threading
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax._src.interpreters import mlir
 from jax._src.lib import mosaic_gpu_dialect
 from jax._src.lib.mlir import ir
 
+import pallas_kernels as pk
 from pallas_kernels._testing import gpu_interpreter
+from pallas_kernels.types import ScaledKV
 
 TILE = (32, 16)
 """The last axes of scales in shared memory: row 32 a + i, block b lies at [i, 4 a + b]."""
@@ -113,6 +116,30 @@ def no_races(capsys):
     """The interpreter's race detector only prints."""
     yield
     assert "RACE DETECTED" not in capsys.readouterr().out
+
+
+@pytest.fixture
+def poisoned():
+    """Keys and values (B, G, S, d) as a cache of that kind holds them, NaN past each length; and what it should read.
+
+    poisoned(k, v, lengths, "bfloat16" or "float8") -> (k, v), (k float32, v float32)
+    """
+
+    def poison(k, v, lengths, cache):
+        dead = (jnp.arange(k.shape[2]) >= lengths[:, None])[:, None, :, None]
+        if cache == "bfloat16":
+            return [jnp.where(dead, jnp.nan, c) for c in (k, v)], [np.asarray(c.astype(jnp.float32)) for c in (k, v)]
+        k, v = pk.quantize_kv(k), pk.quantize_kv(v)
+        stored = [
+            ScaledKV(
+                jnp.where(dead, jnp.nan, c.values_BGSd.astype(jnp.float32)).astype(jnp.float8_e4m3fn),
+                jnp.where(dead[..., 0], jnp.nan, c.scale_BGS),
+            )
+            for c in (k, v)
+        ]
+        return stored, [np.asarray(c.dequantize()) for c in (k, v)]
+
+    return poison
 
 
 @dataclasses.dataclass(frozen=True)

@@ -21,7 +21,7 @@ from pallas_kernels.mx_matmul import config_sm100 as blackwell_mx
 from pallas_kernels.quantize_blocks.mosaic_sm90 import quantize_rows
 from pallas_kernels.swiglu_mlp import mosaic_sm90 as swiglu_kernel
 from pallas_kernels.swiglu_mlp.config import Config as MlpConfig
-from pallas_kernels.types import BlockScaled, MxScaled, ScaledKV
+from pallas_kernels.types import BlockScaled, MxScaled
 
 pytestmark = [
     pytest.mark.gpu,
@@ -208,7 +208,7 @@ def test_swiglu_in_two_stages(M, blocks_per_group):
 
 @pytest.mark.parametrize("cache", ["bfloat16", "float8"])
 @pytest.mark.parametrize(("H", "G", "d", "S"), [(32, 8, 128, 1024), (16, 8, 64, 128), (8, 1, 128, 256), (4, 4, 64, 64)])
-def test_attention_over_live_positions_only(cache, H, G, d, S):
+def test_attention_over_live_positions_only(cache, H, G, d, S, poisoned):
     rng = np.random.default_rng()
     lengths = np.array([0, 1, 15, 16, 17, S // 2 + 1, S, S + 9], np.int32)
     B = len(lengths)
@@ -219,20 +219,7 @@ def test_attention_over_live_positions_only(cache, H, G, d, S):
     )
     if reason := attention_kernel.why_not(q, k, chip=CHIP):
         pytest.skip(reason)
-    dead = (jnp.arange(S) >= lengths[:, None])[:, None, :, None]
-    if cache == "float8":
-        k, v = pk.quantize_kv(k), pk.quantize_kv(v)
-        known = [np.asarray(c.dequantize()) for c in (k, v)]
-        k, v = (
-            ScaledKV(
-                jnp.where(dead, jnp.nan, c.values_BGSd.astype(jnp.float32)).astype(jnp.float8_e4m3fn),
-                jnp.where(dead[..., 0], jnp.nan, c.scale_BGS),
-            )
-            for c in (k, v)
-        )
-    else:
-        known = [np.asarray(c.astype(jnp.float32)) for c in (k, v)]
-        k, v = (jnp.where(dead, jnp.nan, c) for c in (k, v))
+    (k, v), known = poisoned(k, v, lengths, cache)
     ref = oracle.attention_oracle(np.asarray(q), *known, np.minimum(lengths, S))
     o = np.asarray(jax.jit(lambda *a: pk.decode_attention(*a, backend="mosaic"))(q, k, v, jnp.asarray(lengths)))
     assert not o[0].astype(np.float32).any()

@@ -1,4 +1,4 @@
-"""The Hopper matmul without a Hopper: it lowers for CUDA at every real shape; the GPU interpreter runs it."""
+"""The matmul's kernels without their chips: they lower for them at every real shape; the GPU interpreter runs them."""
 
 import dataclasses
 import functools
@@ -9,12 +9,14 @@ import numpy as np
 import pytest
 
 import pallas_kernels as pk
+from pallas_kernels._chip import SM100
 from pallas_kernels._testing import TOLERANCES, gpu_interpreter, rel_err
-from pallas_kernels.block_scaled_matmul import mosaic_sm90
+from pallas_kernels.block_scaled_matmul import mosaic_sm90, mosaic_sm100
 from pallas_kernels.block_scaled_matmul.arg_specs import SPECS
 from pallas_kernels.block_scaled_matmul.config import Config, can_run, default_config
 from pallas_kernels.types import BlockScaled
 
+KERNELS = {"sm90": mosaic_sm90.block_scaled_matmul, "sm100": mosaic_sm100.block_scaled_matmul}
 CHANGES = (
     {},
     {"early": True},
@@ -24,12 +26,10 @@ CHANGES = (
 )
 
 
-def shapes(M, N, K):
-    rows, f8, f32 = -(-N // 64) * 64, jnp.float8_e4m3fn, jnp.float32
-    line = -(-(K // 128) // 32) * 32
-    x = BlockScaled(jax.ShapeDtypeStruct((M, K), f8), jax.ShapeDtypeStruct((M, K // 128), f32))
-    grid = jax.ShapeDtypeStruct((-(-rows // 128), line), f32)
-    return x, BlockScaled(jax.ShapeDtypeStruct((rows, K), f8), grid, N)
+def weight(N, K, multiple):
+    rows = -(-N // multiple) * multiple
+    grid = jax.ShapeDtypeStruct((-(-rows // 128), -(-(K // 128) // 32) * 32), jnp.float32)
+    return BlockScaled(jax.ShapeDtypeStruct((rows, K), jnp.float8_e4m3fn), grid, N)
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=lambda s: s.name)
@@ -47,32 +47,47 @@ def test_lowers_for_cuda(spec, change):
         if M < 64 and "warpgroups" in change:
             continue
         config = dataclasses.replace(default_config(-(-M // 8) * 8, -(-spec.N // 64) * 64, spec.K), **change)
-        call = functools.partial(mosaic_sm90.block_scaled_matmul, out_dtype=jnp.bfloat16, config=config)
-        text = jax.jit(call).trace(*shapes(M, spec.N, spec.K)).lower(lowering_platforms=("cuda",)).as_text()
-        assert "mosaic_gpu" in text
+        call = functools.partial(KERNELS["sm90"], out_dtype=jnp.bfloat16, config=config)
+        scale = jax.ShapeDtypeStruct((M, spec.K // 128), jnp.float32)
+        x = BlockScaled(jax.ShapeDtypeStruct((M, spec.K), jnp.float8_e4m3fn), scale)
+        traced = jax.jit(call).trace(x, weight(spec.N, spec.K, 64))
+        assert "mosaic_gpu" in traced.lower(lowering_platforms=("cuda",)).as_text()
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=lambda s: s.name)
+def test_lowers_for_a_blackwell(spec, lowered_for):
+    for M in (1, 24, 64, 128):
+        tile_m, rows = mosaic_sm90.tile_of(M, SM100), -(-spec.N // 128) * 128
+        assert can_run(default_config(tile_m, rows, spec.K, SM100), tile_m, rows, spec.K, SM100) is None
+        call = functools.partial(KERNELS["sm100"], out_dtype=jnp.dtype(jnp.bfloat16))
+        x = jax.ShapeDtypeStruct((M, spec.K), jnp.bfloat16)
+        assert lowered_for("10.0", call, x, weight(spec.N, spec.K, 128)) == ["10.0"] * 2  # rows are quantised before
 
 
 @pytest.mark.skipif(gpu_interpreter() is None, reason="the GPU interpreter runs FP8 from jax 0.11 on")
 @pytest.mark.parametrize(
-    ("M", "N", "K", "config"),
+    ("chip", "M", "N", "K", "config"),
     [
-        (8, 128, 512, Config(64, 1, 2)),
-        (3, 100, 640, Config(64, 1, 2)),
-        (16, 128, 256, Config(128, 1, 4)),
-        (32, 64, 640, Config(64, 1, 2, 2)),
-        (48, 128, 384, Config(64, 1, 3, 2)),
+        ("sm90", 8, 128, 512, Config(64, 1, 2)),
+        ("sm90", 3, 100, 640, Config(64, 1, 2)),
+        ("sm90", 16, 128, 256, Config(128, 1, 4)),
+        ("sm90", 32, 64, 640, Config(64, 1, 2, 2)),
+        ("sm90", 48, 128, 384, Config(64, 1, 3, 2)),
+        ("sm100", 8, 128, 512, Config(128, 1, 2)),
+        ("sm100", 3, 100, 640, Config(128, 1, 2)),
+        ("sm100", 72, 256, 256, Config(128, 1, 1)),
     ],
     ids=str,
 )
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_interpreter_equals_float64(M, N, K, config, dtype):
+def test_interpreter_equals_float64(chip, M, N, K, config, dtype):
     rng = np.random.default_rng(M)
     grid = np.kron(2.0 ** rng.uniform(-4, 4, (-(-N // 128), K // 128)), np.ones((128, 128)))[:N]
     x = pk.quantize_blocks(jnp.asarray(rng.standard_normal((M, K)), jnp.float32))
     w = pk.quantize_blocks(jnp.asarray(rng.standard_normal((N, K)) * grid, jnp.float32), (128, 128))
     ref = np.asarray(x.dequantize(), np.float64) @ np.asarray(w.dequantize(), np.float64).T
     # One split: the interpreter has no stores into a peer's shared memory.
-    y = mosaic_sm90.block_scaled_matmul(x, w, dtype, config, interpret=gpu_interpreter())
+    y = KERNELS[chip](x, w, dtype, config, interpret=gpu_interpreter())
     assert y.shape == (M, N) and y.dtype == dtype
     assert rel_err(y, ref) <= TOLERANCES["matmul", jnp.dtype(dtype).name].bound
 
@@ -86,3 +101,9 @@ def test_can_run_says_what_is_wrong():
     assert "splits" in can_run(Config(splits=4), 8, 64, 256)
     assert "cluster" in can_run(Config(splits=16), 8, 64, 4096)
     assert "shared memory" in can_run(Config(tile_n=128, stages=12), 128, 128, 4096)
+
+
+def test_can_run_says_what_a_blackwell_does_not():
+    assert "8 to 64" in can_run(Config(128), 72, 128, 128, SM100)
+    assert "tile_n = 64 (128)" in can_run(Config(64), 8, 128, 128, SM100)
+    assert "warpgroups" in can_run(Config(128, warpgroups=2), 16, 128, 128, SM100)
