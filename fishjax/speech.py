@@ -63,7 +63,7 @@ class SpeechModel:
 
     def reference(self, audio_T: np.ndarray, transcript: str) -> Reference:
         """A voice to speak with: mono float32 samples at the engine's rate, and what is said in them."""
-        return Reference(transcript, self.engine.encode_reference(audio_T))
+        return Reference(transcript, self.engine.references.encode_whole(audio_T))
 
     def default_sampling(self, seed: int = 0) -> SamplingParams:
         """The model's own sampling defaults."""

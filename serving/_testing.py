@@ -130,6 +130,39 @@ class FakeVoices:
     num_bytes: int = 0
 
 
+class FakeCodes:
+    """A frame for a piece, whose codes are its number of samples."""
+
+    def __init__(self, num_samples: int):
+        self._num_samples = num_samples
+
+    def result(self) -> np.ndarray:
+        """The codes."""
+        return np.full((NUM_CODEBOOKS, 1), self._num_samples, np.int32)
+
+
+class FakeReferences:
+    """Clips in pieces of `piece_samples`. `fault` is raised by the next `encode`; others are noted by the engine."""
+
+    def __init__(self, note: Callable[..., None]):
+        self.max_frames = 1_000_000
+        self.piece_samples = 1_000_000
+        self.fault: Exception | None = None
+        self._note = note
+
+    def cut(self, audio_T: np.ndarray) -> list[np.ndarray]:
+        """Pieces."""
+        return [audio_T[at : at + self.piece_samples] for at in range(0, audio_T.size, self.piece_samples)]
+
+    def encode(self, piece: np.ndarray, after: FakeCodes | None = None) -> FakeCodes:
+        """One frame."""
+        self._note("reference", piece.size, after is not None)
+        fault, self.fault = self.fault, None
+        if fault is not None:
+            raise fault
+        return FakeCodes(piece.size)
+
+
 @dataclass
 class FakeEngine:
     """Slots of numbers. Asserts the rules of the verbs: one thread, warm first, insert and read before step, no freed
@@ -157,6 +190,7 @@ class FakeEngine:
     runs: list[tuple[int, ...]] = field(default_factory=list)
 
     def __post_init__(self):
+        self.references = FakeReferences(self._note)
         self._slots: list[FakePrefix | None] = [None] * self.num_slots
         self._thread: int | None = None
 
@@ -365,19 +399,11 @@ class FakeSpeech:
 
     engine: FakeEngine = field(default_factory=FakeEngine)
     utterances: list[FakeUtterance] = field(default_factory=list)
-    reference_fault: Exception | None = None
     least_max_len: int = 1
 
     def default_sampling(self, seed: int = 0) -> SamplingParams:
         """Its own defaults."""
         return SamplingParams(0.7, 0.9, 20, seed)
-
-    def reference(self, audio_T: np.ndarray, transcript: str) -> Reference:
-        """One frame, whose codes are the number of samples."""
-        self.engine._note("reference", audio_T.size)
-        if self.reference_fault is not None:
-            raise self.reference_fault
-        return Reference(transcript, np.full((NUM_CODEBOOKS, 1), audio_T.size, np.int32))
 
     def live_text(self) -> LiveText:
         """The real one."""

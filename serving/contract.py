@@ -1,6 +1,6 @@
 """What the service asks of a model: `fishjax.speech.SpeechModel` has this shape, and so has a fake in the tests.
 
-Arrays are NumPy. The engine's verbs and `reference` are called from the loop's thread only; `utterance` from any.
+Arrays are NumPy. The engine's verbs and `References.encode` are called from the loop's thread only; the rest from any.
 """
 
 # ruff: noqa: D102 - each method is documented where it is implemented
@@ -49,6 +49,23 @@ class PendingSound(Protocol):
         ...
 
 
+class PendingCodes(Protocol):
+    """A piece of a clip that is being encoded."""
+
+    def result(self) -> np.ndarray:
+        """Block until it is: codes int32 (K, frames). In any thread."""
+        ...
+
+
+class References(Protocol):
+    """Clips to codes; see `fishjax.engine.references.ReferenceEncoder`. `max_frames`: of one clip that are used."""
+
+    max_frames: int
+
+    def cut(self, audio_T: np.ndarray) -> Sequence[Any]: ...
+    def encode(self, piece: Any, after: Any = None) -> PendingCodes: ...
+
+
 class Prefix(Protocol):
     """A request's state outside the slots, with so many chunks of its prompt still to be read."""
 
@@ -80,6 +97,8 @@ class Engine(Protocol):
 
     @property
     def voices(self) -> Voices: ...
+    @property
+    def references(self) -> References: ...
     def warmup(self, progress: Callable[[str], None] | None = None) -> None: ...
     def prefill(
         self,
@@ -146,6 +165,5 @@ class Speech(Protocol):
     @property
     def least_max_len(self) -> int: ...
     def default_sampling(self, seed: int = 0) -> SamplingParams: ...
-    def reference(self, audio_T: np.ndarray, transcript: str) -> Reference: ...
     def live_text(self) -> LiveText: ...
     def utterance(self, text: str | None, references: Sequence[Reference], sampling: SamplingParams) -> Utterance: ...

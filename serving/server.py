@@ -116,7 +116,13 @@ class Server:
             num_codebooks=engine.num_codebooks,
             max_voices=config.max_voices,
         )
-        self._references = ReferenceReader(self._speech, self._loop, self._executor, config.max_cached_bytes)
+        self._references = ReferenceReader(
+            engine,
+            self._loop,
+            self._executor,
+            num_at_once=config.decode_threads,
+            max_bytes=config.max_cached_bytes,
+        )
         servicer = TtsServicer(
             self._speech,
             self._loop,

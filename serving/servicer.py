@@ -135,7 +135,8 @@ class TtsServicer(tts_pb2_grpc.TtsServicer):
         num_frames = 0
         read = self._references.read
         async with Session(request, self._speech, self._loop, self._executor, read, self._clock) as session:
-            await pace.write(context.write(tts_pb2.SynthesizeResponse(header=self._header(request))), 0.0)
+            header = self._header(request, session.reference_frames)
+            await pace.write(context.write(tts_pb2.SynthesizeResponse(header=header)), 0.0)
             if pieces is not None:
                 session.read_text(pieces, self._config.max_text_bytes)
             async for sound in session.sound():
@@ -159,7 +160,7 @@ class TtsServicer(tts_pb2_grpc.TtsServicer):
         summary = tts_pb2.Summary(
             finish_reason=finish_reason_to_proto(finished),  # pyright: ignore[reportArgumentType] enum values are ints
             num_frames=num_frames,
-            audio_seconds=num_frames * engine.samples_per_frame / engine.sample_rate_hz,
+            audio_seconds=self._seconds(num_frames),
             queue_ms=1000 * (started_s - arrived_s),
             first_audio_ms=None if first_audio_s is None else 1000 * (first_audio_s - arrived_s),
             total_ms=1000 * (self._clock() - arrived_s),
@@ -178,7 +179,7 @@ class TtsServicer(tts_pb2_grpc.TtsServicer):
             took_s = max(self._clock() - started_s, 1e-6)
             self._metrics.real_time_factor.labels(priority).observe(summary.audio_seconds / took_s)
 
-    def _header(self, request: SpeechRequest) -> tts_pb2.Header:
+    def _header(self, request: SpeechRequest, reference_frames: int) -> tts_pb2.Header:
         engine = self._speech.engine
         return tts_pb2.Header(
             request_id=request.request_id,
@@ -188,7 +189,11 @@ class TtsServicer(tts_pb2_grpc.TtsServicer):
             model=engine.model_name,
             seed=request.sampling.seed,
             samples_per_frame=engine.samples_per_frame,
+            reference_seconds=self._seconds(reference_frames),
         )
+
+    def _seconds(self, num_frames: int) -> float:
+        return num_frames * self._speech.engine.samples_per_frame / self._speech.engine.sample_rate_hz
 
     async def GetServerInfo(
         self, request: tts_pb2.GetServerInfoRequest, context: Context
@@ -226,6 +231,7 @@ class TtsServicer(tts_pb2_grpc.TtsServicer):
             max_message_bytes=config.max_message_bytes,
             max_batch_queue=config.max_batch_queue,
             max_voices=config.max_voices,
+            max_reference_seconds=self._seconds(engine.references.max_frames),
         )
 
     async def CreateVoice(self, request: tts_pb2.CreateVoiceRequest, context: Context) -> tts_pb2.CreateVoiceResponse:
@@ -260,11 +266,7 @@ class TtsServicer(tts_pb2_grpc.TtsServicer):
         return tts_pb2.DeleteVoiceResponse()
 
     def _voice_to_proto(self, voice: Voice) -> tts_pb2.Voice:
-        engine = self._speech.engine
-        return tts_pb2.Voice(
-            voice_id=voice.voice_id,
-            audio_seconds=voice.num_frames * engine.samples_per_frame / engine.sample_rate_hz,
-        )
+        return tts_pb2.Voice(voice_id=voice.voice_id, audio_seconds=self._seconds(voice.num_frames))
 
 
 def check_text(text: str, config: ServerConfig) -> str:

@@ -56,6 +56,7 @@ class Session:
         clock: Callable[[], float],
     ):
         self.started_s: float | None = None  # when it got a slot
+        self.reference_frames = 0  # of its clips or its voice, once entered
         self.finished: Finished | None = None  # once `sound()` is at its end
         self._request = request
         self._speech = speech
@@ -73,6 +74,7 @@ class Session:
         try:
             references = request.voice or await self._read(tuple(request.clips))
             request.clips.clear()
+            self.reference_frames = sum(reference.codes_KT.shape[1] for reference in references)
             self._utterance = await self._in_pool(self._speech.utterance, request.text, references, request.sampling)
             if request.text is not None:
                 self._submit()

@@ -70,5 +70,5 @@ class WindowTransformer(nnx.Module):
     def stream(self, x_BTC: jax.Array, tail: Tail) -> tuple[jax.Array, Tail]:
         """As a block of a whole run; only `stream_positions` carries a state."""
         if tail is not None:
-            raise ValueError("the encoder runs on whole signals only")
+            raise ValueError("as a block it runs whole signals only: pieces go through stream_positions")
         return self(x_BTC), ()

@@ -27,6 +27,7 @@ from fishjax.codec.stream import init_stream
 from fishjax.engine import memory, steps
 from fishjax.engine.chunks import SMALLEST_CHUNK, Chunk, cut, widths
 from fishjax.engine.prefix import Prefix
+from fishjax.engine.references import ReferenceEncoder
 from fishjax.engine.sampling import TOP_K_CAP
 from fishjax.engine.sampling_params import SamplingParams
 from fishjax.engine.snapshots import BLOCK_COLUMNS, Snapshots, VoiceKey
@@ -110,9 +111,9 @@ class Engine:
     between two steps; snapshots of voices may take `voice_bytes`. With `sound_group` above 1, sound of a segment's
     frames after its first ones is not made by `step` but by `sound`, so many frames at a time. `fused` steps both
     transformers through fused kernels (None: where they come first on this chip and know the model). `memory` is what
-    all of it takes, `voices` what is known of snapshots. Not thread-safe: one loop owns it. Raises InvalidRequest for
-    sizes that cannot be, or that the device has no room for; so does every verb, before it changes anything, for a slot
-    that is not there, is named twice, or holds nothing to do this to.
+    all of it takes, `voices` what is known of snapshots, `references` makes codes of clips. Not thread-safe: one loop
+    owns it. Raises InvalidRequest for sizes that cannot be, or that the device has no room for; so does every verb,
+    before it changes anything, for a slot that is not there, is named twice, or holds nothing to do this to.
     """
 
     def __init__(
@@ -144,7 +145,6 @@ class Engine:
         self.sample_rate_hz = codec.config.sample_rate_hz
         self.samples_per_frame = codec.config.samples_per_frame
         self.frame_rate_hz = codec.config.frame_rate_hz
-        self.max_reference_frames = max(1, round(max_reference_s * self.frame_rate_hz))
 
         self.precision = precision or Precision.default()
         kv_dtype = self.precision.kv_dtype
@@ -161,7 +161,6 @@ class Engine:
         self._sound = steps.bind(codec, steps.codec_step, donate=(0,))
         self._group_sound = steps.bind(codec, steps.group_step, donate=(0, 1))
         self._hold = jax.jit(steps.hold_codes, donate_argnums=(0,))
-        self._encode = steps.bind(codec, steps.encode_step)
         self._insert = jax.jit(steps.insert_slot, donate_argnums=(0,))
         self._extract = jax.jit(steps.extract_slot)
         block_columns = min(BLOCK_COLUMNS, max_len)
@@ -174,6 +173,7 @@ class Engine:
         # Committed to the device, as weights are that were restored, and so whatever programs return: to jit an array
         # that is not is another kind of argument, and what `warmup` ran first would compile again at the first request.
         self._state, self._codec_state, self._held_BKW = jax.device_put(rows, jax.local_devices()[0])
+        self.references = ReferenceEncoder(codec, max(1, round(max_reference_s * self.frame_rate_hz)))
         block_bytes = memory.described(lambda: init_cache(config, 1, block_columns, kv_dtype))
         self.voices = Snapshots(voice_bytes, block_bytes, block_columns)
         on_cpu = jax.default_backend() == "cpu"
@@ -206,7 +206,7 @@ class Engine:
         self.free(0)
         self.step([]).result()
         say("reference encoder")
-        self.encode_reference(np.zeros(self.samples_per_frame, np.float32))
+        self.references.encode_whole(np.zeros(self.samples_per_frame, np.float32))
 
     def prefill(
         self,
@@ -328,17 +328,6 @@ class Engine:
         self._check([slot], filled=False)
         self._filled_B[slot], self._cancel_B[slot] = False, True
         self._unread[slot].clear()
-
-    def encode_reference(self, audio_T: np.ndarray) -> np.ndarray:
-        """Mono float32 samples at `sample_rate_hz` -> codes int32 (codebooks, frames); trimmed to the longest clip."""
-        longest = self.max_reference_frames * self.samples_per_frame
-        audio_T = np.asarray(audio_T, np.float32)[:longest]
-        if not audio_T.size:
-            raise InvalidRequest("the reference audio is empty")
-        padded_BT = np.zeros((1, longest), np.float32)
-        padded_BT[0, : audio_T.size] = audio_T
-        num_frames = -(-audio_T.size // self.samples_per_frame)
-        return np.asarray(self._encode(padded_BT))[0, :, :num_frames]
 
     def _check(self, slots: Collection[int], *, filled: bool = True) -> None:
         """Raises InvalidRequest unless all are slots of this engine, each named once and, with `filled`, not empty."""

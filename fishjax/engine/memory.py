@@ -1,7 +1,7 @@
 """What an engine keeps in the device's memory, known before it is allocated.
 
-    weights, slots and sound as long as it lives; moving: rows outside the slots, for requests on their way; voices: the
-    budget of snapshots, which fills up while it serves
+    weights, slots and sound as long as it lives; moving: rows outside the slots, for requests on their way, and of
+    clips; voices: the budget of snapshots, which fills up while it serves
 
 Not in it: the working space of the compiled programs, which the device shows only while they run.
 """
@@ -16,6 +16,7 @@ import jax
 from flax import nnx
 
 from fishjax.codec import Codec
+from fishjax.codec.encode_stream import init_encode_stream
 from fishjax.codec.stream import init_stream
 from fishjax.engine.state import new_state
 from fishjax.errors import InvalidRequest
@@ -59,12 +60,13 @@ def plan(
     """What an engine of these parts keeps, with weights `beside` the modules; all may be abstract."""
     config = model.config
     row = described(lambda: (init_cache(config, 1, max_len, kv_dtype), init_stream(codec, 1, max_len)))
+    clip = described(lambda: init_encode_stream(codec, 1, 1))
     return MemoryPlan(
         weights=num_bytes((nnx.state(model), nnx.state(codec), beside)),
         slots=described(lambda: new_state(config, num_slots, max_len, kv_dtype)),
         sound=described(lambda: init_stream(codec, num_slots, max_len)),
-        # One for each slot whose request is taken out of it.
-        moving=row * num_slots,
+        # A row for each slot whose request is taken out of it; what clips begin with, and where one has come to.
+        moving=row * num_slots + 2 * clip,
         voices=voice_bytes,
     )
 

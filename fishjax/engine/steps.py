@@ -154,11 +154,6 @@ def prefill_step(
     return jax.tree.map(partial(_put, slot=slot), state, DecodeState(slots=row, cache=cache))
 
 
-def encode_step(codec: Codec, audio_BT: jax.Array) -> jax.Array:
-    """Sound (B, samples) -> codes_BKT int32."""
-    return codec.encode(audio_BT)[0]
-
-
 def insert_slot(whole: Rows, saved: Rows, slot: jax.Array) -> Rows:
     """Overwrite one slot with what was taken out of another."""
     return jax.tree.map(partial(_put, slot=slot), whole, saved)

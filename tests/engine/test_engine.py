@@ -196,7 +196,7 @@ def test_nothing_compiles_after_warmup(engine, prompt, compiles):
     engine.free(1)
     engine.insert(saved, 1)
     engine.step([1]).result()
-    engine.encode_reference(np.random.default_rng(0).normal(size=5000).astype(np.float32))
+    engine.references.encode_whole(np.random.default_rng(0).normal(size=5000).astype(np.float32))
     for slot in range(4):
         engine.free(slot)
     engine.step([]).result()
@@ -246,17 +246,7 @@ def test_donation_is_used(engine, prompt, recwarn):
 def test_limits_are_named(engine, golden_model, golden_codec, prompt):
     with pytest.raises(PromptTooLong, match="256"):
         engine.prefill(prompt(1, 257), SamplingParams())
-    with pytest.raises(InvalidRequest, match="empty"):
-        engine.encode_reference(np.zeros(0, np.float32))
     with pytest.raises(InvalidRequest, match="slots"):
         Engine(golden_model, golden_codec, im_end_id=422, num_slots=0, max_len=256)
     with pytest.raises(InvalidRequest, match="max-len"):
         Engine(golden_model, golden_codec, im_end_id=422, num_slots=1, max_len=10_000)
-
-
-def test_reference_codes_are_the_codec_s_own(engine, golden_codec):
-    audio = np.random.default_rng(4).normal(scale=0.2, size=3000).astype(np.float32)
-    codes = engine.encode_reference(audio)
-    direct, lengths = jax.jit(Codec.encode)(golden_codec, audio[None])
-    assert codes.shape == (engine.num_codebooks, int(lengths[0]))
-    np.testing.assert_array_equal(codes, np.asarray(direct)[0, :, : codes.shape[1]])

@@ -41,7 +41,8 @@ def test_what_is_predicted_is_what_is_taken(golden, num_slots, max_len):
         engine.insert(engine.prefill(columns, SamplingParams(), voice_length=18), 0)
         engine.read(0)
     assert 0.95 * voice_bytes <= engine.voices.num_bytes <= voice_bytes == engine.memory.voices
-    # The busiest moment: all voices are there, every slot's request is taken out, and others' prompts are read there.
+    # The busiest moment: all voices are there, every slot's request is taken out, others' prompts are read there, and a
+    # clip is.
     columns = np.zeros((engine.num_codebooks + 1, 20), np.int32)
     for slot in range(num_slots):
         engine.insert(engine.prefill(columns, SamplingParams()), slot)
@@ -50,8 +51,9 @@ def test_what_is_predicted_is_what_is_taken(golden, num_slots, max_len):
     for slot in range(num_slots):
         engine.insert(engine.prefill(columns, SamplingParams()), slot)
         engine.read(slot)
+    clip = engine.references.encode(engine.references.cut(np.ones(9, np.float32))[0])
     assert live_bytes() - before == pytest.approx(engine.memory.total, rel=0.05)
-    assert len(on_their_way) == num_slots
+    assert len(on_their_way) == num_slots and clip is not None
 
 
 def test_parts_grow_with_what_they_are_for(golden_model, golden_codec):

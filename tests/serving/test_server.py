@@ -382,12 +382,12 @@ async def test_a_fault_in_a_step_is_a_clear_status_and_not_serving(serve, caplog
 
 async def test_a_fault_of_the_encoder_loses_that_request_only(serve, caplog):
     async with serve() as running:
-        running.speech.reference_fault = RuntimeError("/secret/path")
+        running.engine.references.fault = RuntimeError("/secret/path")
         message = request(references=[tts_pb2.Reference(audio=clip(), transcript="x")])
         error = await refused(running, message)
         assert error.code() is grpc.StatusCode.INTERNAL
         assert "secret" not in error.details()
-        running.speech.reference_fault = EngineFailed("/secret/path")
+        running.engine.references.fault = EngineFailed("/secret/path")
         error = await refused(running, message)
         assert error.code() is grpc.StatusCode.INTERNAL
         assert "secret" not in error.details()

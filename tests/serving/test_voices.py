@@ -2,6 +2,7 @@
 
 import asyncio
 import io
+import itertools
 import os
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 import soundfile
 
+from fishjax.audio.read import read_reference
 from fishjax.client import Client
 from fishjax.errors import InvalidRequest, VoiceExists, VoiceNotFound, VoicesFull, WeightsError
 from fishjax.rpc.v1 import tts_pb2
@@ -307,3 +309,63 @@ async def test_requests_that_wait_have_let_go_of_their_clips(serve):
         assert resident_mb() - before_mb < 12 * len(audio) / 1e6 / 2
         for call in calls:
             call.cancel()
+
+
+async def test_a_clip_is_encoded_in_pieces_between_the_steps_of_others(serve):
+    async with serve(FakeEngine(num_slots=1)) as running:
+        running.engine.references.piece_samples = 1000
+        speaking = asyncio.create_task(speak(running, text="w " * 2000))
+        while not running.engine.runs:
+            await asyncio.sleep(0.001)
+        create = tts_pb2.CreateVoiceRequest(voice_id="anna", references=references((clip(0.5), "x")))
+        made = (await running.tts.CreateVoice(create)).voice
+        trace = [entry for entry in running.engine.trace if entry[0] in ("step", "reference")]
+        pieces = [at for at, entry in enumerate(trace) if entry[0] == "reference"]
+        assert [trace[at][1:] for at in pieces] == [(1000, False), *[(1000, True)] * 10, (25, True)]
+        assert made.audio_seconds == pytest.approx(12 * 4 / 22050)
+        assert all("step" in [entry[0] for entry in trace[a + 1 : b]] for a, b in itertools.pairwise(pieces))
+        speaking.cancel()
+
+
+async def test_clips_that_wait_for_their_turn_are_not_decoded(serve, monkeypatch):
+    decoding, most = [0], [0]
+
+    def read(audio, sample_rate_hz):
+        decoding[0] += 1
+        most[0] = max(most[0], decoding[0])
+        return read_reference(audio, sample_rate_hz)
+
+    def forget(audio_T):
+        decoding[0] -= 1
+        return cut(audio_T)
+
+    monkeypatch.setattr("serving.references.read_reference", read)
+    async with serve(decode_threads=2) as running:
+        cut = running.engine.references.cut
+        running.engine.references.cut = forget
+        await asyncio.gather(*(speak(running, clips=[(clip(0.3 + 0.01 * i), "x")]) for i in range(12)))
+        assert num_encoded(running) == 12 and most[0] <= 2
+
+
+async def test_what_is_used_of_a_clip_is_told(serve, caplog):
+    async with serve() as running:
+        info = await running.tts.GetServerInfo(tts_pb2.GetServerInfoRequest())
+        assert info.max_reference_seconds == pytest.approx(1_000_000 * 4 / 22050)
+        sent = references((clip(1.0), "first"), (clip(0.5), "second"))
+        await running.tts.CreateVoice(tts_pb2.CreateVoiceRequest(voice_id="anna", references=sent[:1]))
+        for asked, num_frames in (({"references": sent}, 2), ({"voice_id": "anna"}, 1), ({}, 0)):
+            call = running.tts.Synthesize(tts_pb2.SynthesizeRequest(text="one", **asked), timeout=PATIENCE_S)
+            assert (await call.read()).header.reference_seconds == pytest.approx(num_frames * 4 / 22050)
+        assert "are used" not in caplog.text
+        running.engine.references.max_frames = 5513 // 2
+        sent = references((clip(0.4), "first"), (clip(1.0, level=0.1), "second"))
+        await running.tts.CreateVoice(tts_pb2.CreateVoiceRequest(voice_id="carl", references=sent))
+        assert "reference 2: of 1.0 s the first 0.5 s are used" in caplog.text and "reference 1" not in caplog.text
+
+
+async def test_the_small_voice_hears_four_seconds_of_a_longer_clip(serve_minnow):
+    noise = io.BytesIO()
+    soundfile.write(noise, 0.1 * np.random.default_rng(2).standard_normal(6 * 22050), 22050, format="FLAC")
+    async with serve_minnow() as running:
+        create = tts_pb2.CreateVoiceRequest(references=references((noise.getvalue(), "close the gate")))
+        assert (await running.tts.CreateVoice(create)).voice.audio_seconds == pytest.approx(4, abs=0.05)

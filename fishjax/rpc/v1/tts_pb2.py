@@ -24,19 +24,19 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18\x66ishjax/rpc/v1/tts.proto\x12\x0e\x66ishjax.rpc.v1\".\n\tReference\x12\r\n\x05\x61udio\x18\x01 \x01(\x0c\x12\x12\n\ntranscript\x18\x02 \x01(\t\"\xb4\x01\n\x08Sampling\x12\x18\n\x0btemperature\x18\x01 \x01(\x02H\x00\x88\x01\x01\x12\x12\n\x05top_p\x18\x02 \x01(\x02H\x01\x88\x01\x01\x12\x12\n\x05top_k\x18\x03 \x01(\rH\x02\x88\x01\x01\x12\x11\n\x04seed\x18\x04 \x01(\rH\x03\x88\x01\x01\x12\x17\n\nmax_frames\x18\x05 \x01(\rH\x04\x88\x01\x01\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x08\n\x06_top_kB\x07\n\x05_seedB\r\n\x0b_max_frames\"\xe7\x01\n\x11SynthesizeRequest\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x10\n\x08voice_id\x18\x02 \x01(\t\x12-\n\nreferences\x18\x03 \x03(\x0b\x32\x19.fishjax.rpc.v1.Reference\x12+\n\x06\x66ormat\x18\x04 \x01(\x0e\x32\x1b.fishjax.rpc.v1.AudioFormat\x12*\n\x08sampling\x18\x05 \x01(\x0b\x32\x18.fishjax.rpc.v1.Sampling\x12*\n\x08priority\x18\x06 \x01(\x0e\x32\x18.fishjax.rpc.v1.Priority\"\x9b\x01\n\x12SynthesizeResponse\x12(\n\x06header\x18\x01 \x01(\x0b\x32\x16.fishjax.rpc.v1.HeaderH\x00\x12&\n\x05\x61udio\x18\x02 \x01(\x0b\x32\x15.fishjax.rpc.v1.AudioH\x00\x12*\n\x07summary\x18\x03 \x01(\x0b\x32\x17.fishjax.rpc.v1.SummaryH\x00\x42\x07\n\x05\x65vent\"\xaf\x01\n\x06Header\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x16\n\x0esample_rate_hz\x18\x02 \x01(\r\x12\x14\n\x0cnum_channels\x18\x03 \x01(\r\x12+\n\x06\x66ormat\x18\x04 \x01(\x0e\x32\x1b.fishjax.rpc.v1.AudioFormat\x12\r\n\x05model\x18\x05 \x01(\t\x12\x0c\n\x04seed\x18\x06 \x01(\r\x12\x19\n\x11samples_per_frame\x18\x07 \x01(\r\">\n\x05\x41udio\x12\x0c\n\x04\x64\x61ta\x18\x01 \x01(\x0c\x12\x13\n\x0b\x66irst_frame\x18\x02 \x01(\r\x12\x12\n\nnum_frames\x18\x03 \x01(\r\"\xd6\x01\n\x07Summary\x12\x33\n\rfinish_reason\x18\x01 \x01(\x0e\x32\x1c.fishjax.rpc.v1.FinishReason\x12\x12\n\nnum_frames\x18\x02 \x01(\r\x12\x15\n\raudio_seconds\x18\x03 \x01(\x01\x12\x10\n\x08queue_ms\x18\x04 \x01(\x01\x12\x1b\n\x0e\x66irst_audio_ms\x18\x05 \x01(\x01H\x00\x88\x01\x01\x12\x10\n\x08total_ms\x18\x06 \x01(\x01\x12\x17\n\x0fnum_preemptions\x18\x07 \x01(\rB\x11\n\x0f_first_audio_ms\"\xb0\x01\n\x15SynthesizeLiveRequest\x12*\n\x05start\x18\x01 \x01(\x0b\x32\x19.fishjax.rpc.v1.LiveStartH\x00\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12*\n\x05\x66lush\x18\x03 \x01(\x0b\x32\x19.fishjax.rpc.v1.LiveFlushH\x00\x12&\n\x03\x65nd\x18\x04 \x01(\x0b\x32\x17.fishjax.rpc.v1.LiveEndH\x00\x42\x07\n\x05\x65vent\"\xd1\x01\n\tLiveStart\x12\x10\n\x08voice_id\x18\x01 \x01(\t\x12-\n\nreferences\x18\x02 \x03(\x0b\x32\x19.fishjax.rpc.v1.Reference\x12+\n\x06\x66ormat\x18\x03 \x01(\x0e\x32\x1b.fishjax.rpc.v1.AudioFormat\x12*\n\x08sampling\x18\x04 \x01(\x0b\x32\x18.fishjax.rpc.v1.Sampling\x12*\n\x08priority\x18\x05 \x01(\x0e\x32\x18.fishjax.rpc.v1.Priority\"\x0b\n\tLiveFlush\"\t\n\x07LiveEnd\"0\n\x05Voice\x12\x10\n\x08voice_id\x18\x01 \x01(\t\x12\x15\n\raudio_seconds\x18\x02 \x01(\x01\"U\n\x12\x43reateVoiceRequest\x12\x10\n\x08voice_id\x18\x01 \x01(\t\x12-\n\nreferences\x18\x02 \x03(\x0b\x32\x19.fishjax.rpc.v1.Reference\";\n\x13\x43reateVoiceResponse\x12$\n\x05voice\x18\x01 \x01(\x0b\x32\x15.fishjax.rpc.v1.Voice\"\x13\n\x11ListVoicesRequest\";\n\x12ListVoicesResponse\x12%\n\x06voices\x18\x01 \x03(\x0b\x32\x15.fishjax.rpc.v1.Voice\"&\n\x12\x44\x65leteVoiceRequest\x12\x10\n\x08voice_id\x18\x01 \x01(\t\"\x15\n\x13\x44\x65leteVoiceResponse\"\x16\n\x14GetServerInfoRequest\"\xd2\x03\n\x15GetServerInfoResponse\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x16\n\x0esample_rate_hz\x18\x03 \x01(\r\x12\x14\n\x0cnum_channels\x18\x04 \x01(\r\x12\x19\n\x11samples_per_frame\x18\x05 \x01(\r\x12\x15\n\rnum_codebooks\x18\x06 \x01(\r\x12\x11\n\tnum_slots\x18\x07 \x01(\r\x12\x0f\n\x07max_len\x18\x08 \x01(\r\x12\x11\n\tmax_queue\x18\t \x01(\r\x12\x12\n\nslots_busy\x18\n \x01(\r\x12\x14\n\x0cqueue_length\x18\x0b \x01(\r\x12,\n\x07\x66ormats\x18\x0c \x03(\x0e\x32\x1b.fishjax.rpc.v1.AudioFormat\x12\x32\n\x10\x64\x65\x66\x61ult_sampling\x18\r \x01(\x0b\x32\x18.fishjax.rpc.v1.Sampling\x12\x16\n\x0emax_text_bytes\x18\x0e \x01(\r\x12\x16\n\x0emax_references\x18\x0f \x01(\r\x12\x19\n\x11max_message_bytes\x18\x10 \x01(\r\x12\x17\n\x0fmax_batch_queue\x18\x11 \x01(\r\x12\x12\n\nmax_voices\x18\x12 \x01(\r*C\n\x0b\x41udioFormat\x12\x1c\n\x18\x41UDIO_FORMAT_UNSPECIFIED\x10\x00\x12\r\n\tPCM_S16LE\x10\x01\x12\x07\n\x03WAV\x10\x02*K\n\x08Priority\x12\x18\n\x14PRIORITY_UNSPECIFIED\x10\x00\x12\x0c\n\x08REALTIME\x10\x01\x12\x0c\n\x08STANDARD\x10\x02\x12\t\n\x05\x42\x41TCH\x10\x03*\x93\x01\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x19\n\x15\x46INISH_REASON_RUNAWAY\x10\x03\x12\x17\n\x13\x46INISH_REASON_EMPTY\x10\x04\x32\xa0\x04\n\x03Tts\x12U\n\nSynthesize\x12!.fishjax.rpc.v1.SynthesizeRequest\x1a\".fishjax.rpc.v1.SynthesizeResponse0\x01\x12_\n\x0eSynthesizeLive\x12%.fishjax.rpc.v1.SynthesizeLiveRequest\x1a\".fishjax.rpc.v1.SynthesizeResponse(\x01\x30\x01\x12V\n\x0b\x43reateVoice\x12\".fishjax.rpc.v1.CreateVoiceRequest\x1a#.fishjax.rpc.v1.CreateVoiceResponse\x12S\n\nListVoices\x12!.fishjax.rpc.v1.ListVoicesRequest\x1a\".fishjax.rpc.v1.ListVoicesResponse\x12V\n\x0b\x44\x65leteVoice\x12\".fishjax.rpc.v1.DeleteVoiceRequest\x1a#.fishjax.rpc.v1.DeleteVoiceResponse\x12\\\n\rGetServerInfo\x12$.fishjax.rpc.v1.GetServerInfoRequest\x1a%.fishjax.rpc.v1.GetServerInfoResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18\x66ishjax/rpc/v1/tts.proto\x12\x0e\x66ishjax.rpc.v1\".\n\tReference\x12\r\n\x05\x61udio\x18\x01 \x01(\x0c\x12\x12\n\ntranscript\x18\x02 \x01(\t\"\xb4\x01\n\x08Sampling\x12\x18\n\x0btemperature\x18\x01 \x01(\x02H\x00\x88\x01\x01\x12\x12\n\x05top_p\x18\x02 \x01(\x02H\x01\x88\x01\x01\x12\x12\n\x05top_k\x18\x03 \x01(\rH\x02\x88\x01\x01\x12\x11\n\x04seed\x18\x04 \x01(\rH\x03\x88\x01\x01\x12\x17\n\nmax_frames\x18\x05 \x01(\rH\x04\x88\x01\x01\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x08\n\x06_top_kB\x07\n\x05_seedB\r\n\x0b_max_frames\"\xe7\x01\n\x11SynthesizeRequest\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x10\n\x08voice_id\x18\x02 \x01(\t\x12-\n\nreferences\x18\x03 \x03(\x0b\x32\x19.fishjax.rpc.v1.Reference\x12+\n\x06\x66ormat\x18\x04 \x01(\x0e\x32\x1b.fishjax.rpc.v1.AudioFormat\x12*\n\x08sampling\x18\x05 \x01(\x0b\x32\x18.fishjax.rpc.v1.Sampling\x12*\n\x08priority\x18\x06 \x01(\x0e\x32\x18.fishjax.rpc.v1.Priority\"\x9b\x01\n\x12SynthesizeResponse\x12(\n\x06header\x18\x01 \x01(\x0b\x32\x16.fishjax.rpc.v1.HeaderH\x00\x12&\n\x05\x61udio\x18\x02 \x01(\x0b\x32\x15.fishjax.rpc.v1.AudioH\x00\x12*\n\x07summary\x18\x03 \x01(\x0b\x32\x17.fishjax.rpc.v1.SummaryH\x00\x42\x07\n\x05\x65vent\"\xca\x01\n\x06Header\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x16\n\x0esample_rate_hz\x18\x02 \x01(\r\x12\x14\n\x0cnum_channels\x18\x03 \x01(\r\x12+\n\x06\x66ormat\x18\x04 \x01(\x0e\x32\x1b.fishjax.rpc.v1.AudioFormat\x12\r\n\x05model\x18\x05 \x01(\t\x12\x0c\n\x04seed\x18\x06 \x01(\r\x12\x19\n\x11samples_per_frame\x18\x07 \x01(\r\x12\x19\n\x11reference_seconds\x18\x08 \x01(\x01\">\n\x05\x41udio\x12\x0c\n\x04\x64\x61ta\x18\x01 \x01(\x0c\x12\x13\n\x0b\x66irst_frame\x18\x02 \x01(\r\x12\x12\n\nnum_frames\x18\x03 \x01(\r\"\xd6\x01\n\x07Summary\x12\x33\n\rfinish_reason\x18\x01 \x01(\x0e\x32\x1c.fishjax.rpc.v1.FinishReason\x12\x12\n\nnum_frames\x18\x02 \x01(\r\x12\x15\n\raudio_seconds\x18\x03 \x01(\x01\x12\x10\n\x08queue_ms\x18\x04 \x01(\x01\x12\x1b\n\x0e\x66irst_audio_ms\x18\x05 \x01(\x01H\x00\x88\x01\x01\x12\x10\n\x08total_ms\x18\x06 \x01(\x01\x12\x17\n\x0fnum_preemptions\x18\x07 \x01(\rB\x11\n\x0f_first_audio_ms\"\xb0\x01\n\x15SynthesizeLiveRequest\x12*\n\x05start\x18\x01 \x01(\x0b\x32\x19.fishjax.rpc.v1.LiveStartH\x00\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12*\n\x05\x66lush\x18\x03 \x01(\x0b\x32\x19.fishjax.rpc.v1.LiveFlushH\x00\x12&\n\x03\x65nd\x18\x04 \x01(\x0b\x32\x17.fishjax.rpc.v1.LiveEndH\x00\x42\x07\n\x05\x65vent\"\xd1\x01\n\tLiveStart\x12\x10\n\x08voice_id\x18\x01 \x01(\t\x12-\n\nreferences\x18\x02 \x03(\x0b\x32\x19.fishjax.rpc.v1.Reference\x12+\n\x06\x66ormat\x18\x03 \x01(\x0e\x32\x1b.fishjax.rpc.v1.AudioFormat\x12*\n\x08sampling\x18\x04 \x01(\x0b\x32\x18.fishjax.rpc.v1.Sampling\x12*\n\x08priority\x18\x05 \x01(\x0e\x32\x18.fishjax.rpc.v1.Priority\"\x0b\n\tLiveFlush\"\t\n\x07LiveEnd\"0\n\x05Voice\x12\x10\n\x08voice_id\x18\x01 \x01(\t\x12\x15\n\raudio_seconds\x18\x02 \x01(\x01\"U\n\x12\x43reateVoiceRequest\x12\x10\n\x08voice_id\x18\x01 \x01(\t\x12-\n\nreferences\x18\x02 \x03(\x0b\x32\x19.fishjax.rpc.v1.Reference\";\n\x13\x43reateVoiceResponse\x12$\n\x05voice\x18\x01 \x01(\x0b\x32\x15.fishjax.rpc.v1.Voice\"\x13\n\x11ListVoicesRequest\";\n\x12ListVoicesResponse\x12%\n\x06voices\x18\x01 \x03(\x0b\x32\x15.fishjax.rpc.v1.Voice\"&\n\x12\x44\x65leteVoiceRequest\x12\x10\n\x08voice_id\x18\x01 \x01(\t\"\x15\n\x13\x44\x65leteVoiceResponse\"\x16\n\x14GetServerInfoRequest\"\xf1\x03\n\x15GetServerInfoResponse\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x16\n\x0esample_rate_hz\x18\x03 \x01(\r\x12\x14\n\x0cnum_channels\x18\x04 \x01(\r\x12\x19\n\x11samples_per_frame\x18\x05 \x01(\r\x12\x15\n\rnum_codebooks\x18\x06 \x01(\r\x12\x11\n\tnum_slots\x18\x07 \x01(\r\x12\x0f\n\x07max_len\x18\x08 \x01(\r\x12\x11\n\tmax_queue\x18\t \x01(\r\x12\x12\n\nslots_busy\x18\n \x01(\r\x12\x14\n\x0cqueue_length\x18\x0b \x01(\r\x12,\n\x07\x66ormats\x18\x0c \x03(\x0e\x32\x1b.fishjax.rpc.v1.AudioFormat\x12\x32\n\x10\x64\x65\x66\x61ult_sampling\x18\r \x01(\x0b\x32\x18.fishjax.rpc.v1.Sampling\x12\x16\n\x0emax_text_bytes\x18\x0e \x01(\r\x12\x16\n\x0emax_references\x18\x0f \x01(\r\x12\x19\n\x11max_message_bytes\x18\x10 \x01(\r\x12\x17\n\x0fmax_batch_queue\x18\x11 \x01(\r\x12\x12\n\nmax_voices\x18\x12 \x01(\r\x12\x1d\n\x15max_reference_seconds\x18\x13 \x01(\x01*C\n\x0b\x41udioFormat\x12\x1c\n\x18\x41UDIO_FORMAT_UNSPECIFIED\x10\x00\x12\r\n\tPCM_S16LE\x10\x01\x12\x07\n\x03WAV\x10\x02*K\n\x08Priority\x12\x18\n\x14PRIORITY_UNSPECIFIED\x10\x00\x12\x0c\n\x08REALTIME\x10\x01\x12\x0c\n\x08STANDARD\x10\x02\x12\t\n\x05\x42\x41TCH\x10\x03*\x93\x01\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x19\n\x15\x46INISH_REASON_RUNAWAY\x10\x03\x12\x17\n\x13\x46INISH_REASON_EMPTY\x10\x04\x32\xa0\x04\n\x03Tts\x12U\n\nSynthesize\x12!.fishjax.rpc.v1.SynthesizeRequest\x1a\".fishjax.rpc.v1.SynthesizeResponse0\x01\x12_\n\x0eSynthesizeLive\x12%.fishjax.rpc.v1.SynthesizeLiveRequest\x1a\".fishjax.rpc.v1.SynthesizeResponse(\x01\x30\x01\x12V\n\x0b\x43reateVoice\x12\".fishjax.rpc.v1.CreateVoiceRequest\x1a#.fishjax.rpc.v1.CreateVoiceResponse\x12S\n\nListVoices\x12!.fishjax.rpc.v1.ListVoicesRequest\x1a\".fishjax.rpc.v1.ListVoicesResponse\x12V\n\x0b\x44\x65leteVoice\x12\".fishjax.rpc.v1.DeleteVoiceRequest\x1a#.fishjax.rpc.v1.DeleteVoiceResponse\x12\\\n\rGetServerInfo\x12$.fishjax.rpc.v1.GetServerInfoRequest\x1a%.fishjax.rpc.v1.GetServerInfoResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'fishjax.rpc.v1.tts_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_AUDIOFORMAT']._serialized_start=2377
-  _globals['_AUDIOFORMAT']._serialized_end=2444
-  _globals['_PRIORITY']._serialized_start=2446
-  _globals['_PRIORITY']._serialized_end=2521
-  _globals['_FINISHREASON']._serialized_start=2524
-  _globals['_FINISHREASON']._serialized_end=2671
+  _globals['_AUDIOFORMAT']._serialized_start=2435
+  _globals['_AUDIOFORMAT']._serialized_end=2502
+  _globals['_PRIORITY']._serialized_start=2504
+  _globals['_PRIORITY']._serialized_end=2579
+  _globals['_FINISHREASON']._serialized_start=2582
+  _globals['_FINISHREASON']._serialized_end=2729
   _globals['_REFERENCE']._serialized_start=44
   _globals['_REFERENCE']._serialized_end=90
   _globals['_SAMPLING']._serialized_start=93
@@ -46,37 +46,37 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_SYNTHESIZERESPONSE']._serialized_start=510
   _globals['_SYNTHESIZERESPONSE']._serialized_end=665
   _globals['_HEADER']._serialized_start=668
-  _globals['_HEADER']._serialized_end=843
-  _globals['_AUDIO']._serialized_start=845
-  _globals['_AUDIO']._serialized_end=907
-  _globals['_SUMMARY']._serialized_start=910
-  _globals['_SUMMARY']._serialized_end=1124
-  _globals['_SYNTHESIZELIVEREQUEST']._serialized_start=1127
-  _globals['_SYNTHESIZELIVEREQUEST']._serialized_end=1303
-  _globals['_LIVESTART']._serialized_start=1306
-  _globals['_LIVESTART']._serialized_end=1515
-  _globals['_LIVEFLUSH']._serialized_start=1517
-  _globals['_LIVEFLUSH']._serialized_end=1528
-  _globals['_LIVEEND']._serialized_start=1530
-  _globals['_LIVEEND']._serialized_end=1539
-  _globals['_VOICE']._serialized_start=1541
-  _globals['_VOICE']._serialized_end=1589
-  _globals['_CREATEVOICEREQUEST']._serialized_start=1591
-  _globals['_CREATEVOICEREQUEST']._serialized_end=1676
-  _globals['_CREATEVOICERESPONSE']._serialized_start=1678
-  _globals['_CREATEVOICERESPONSE']._serialized_end=1737
-  _globals['_LISTVOICESREQUEST']._serialized_start=1739
-  _globals['_LISTVOICESREQUEST']._serialized_end=1758
-  _globals['_LISTVOICESRESPONSE']._serialized_start=1760
-  _globals['_LISTVOICESRESPONSE']._serialized_end=1819
-  _globals['_DELETEVOICEREQUEST']._serialized_start=1821
-  _globals['_DELETEVOICEREQUEST']._serialized_end=1859
-  _globals['_DELETEVOICERESPONSE']._serialized_start=1861
-  _globals['_DELETEVOICERESPONSE']._serialized_end=1882
-  _globals['_GETSERVERINFOREQUEST']._serialized_start=1884
-  _globals['_GETSERVERINFOREQUEST']._serialized_end=1906
-  _globals['_GETSERVERINFORESPONSE']._serialized_start=1909
-  _globals['_GETSERVERINFORESPONSE']._serialized_end=2375
-  _globals['_TTS']._serialized_start=2674
-  _globals['_TTS']._serialized_end=3218
+  _globals['_HEADER']._serialized_end=870
+  _globals['_AUDIO']._serialized_start=872
+  _globals['_AUDIO']._serialized_end=934
+  _globals['_SUMMARY']._serialized_start=937
+  _globals['_SUMMARY']._serialized_end=1151
+  _globals['_SYNTHESIZELIVEREQUEST']._serialized_start=1154
+  _globals['_SYNTHESIZELIVEREQUEST']._serialized_end=1330
+  _globals['_LIVESTART']._serialized_start=1333
+  _globals['_LIVESTART']._serialized_end=1542
+  _globals['_LIVEFLUSH']._serialized_start=1544
+  _globals['_LIVEFLUSH']._serialized_end=1555
+  _globals['_LIVEEND']._serialized_start=1557
+  _globals['_LIVEEND']._serialized_end=1566
+  _globals['_VOICE']._serialized_start=1568
+  _globals['_VOICE']._serialized_end=1616
+  _globals['_CREATEVOICEREQUEST']._serialized_start=1618
+  _globals['_CREATEVOICEREQUEST']._serialized_end=1703
+  _globals['_CREATEVOICERESPONSE']._serialized_start=1705
+  _globals['_CREATEVOICERESPONSE']._serialized_end=1764
+  _globals['_LISTVOICESREQUEST']._serialized_start=1766
+  _globals['_LISTVOICESREQUEST']._serialized_end=1785
+  _globals['_LISTVOICESRESPONSE']._serialized_start=1787
+  _globals['_LISTVOICESRESPONSE']._serialized_end=1846
+  _globals['_DELETEVOICEREQUEST']._serialized_start=1848
+  _globals['_DELETEVOICEREQUEST']._serialized_end=1886
+  _globals['_DELETEVOICERESPONSE']._serialized_start=1888
+  _globals['_DELETEVOICERESPONSE']._serialized_end=1909
+  _globals['_GETSERVERINFOREQUEST']._serialized_start=1911
+  _globals['_GETSERVERINFOREQUEST']._serialized_end=1933
+  _globals['_GETSERVERINFORESPONSE']._serialized_start=1936
+  _globals['_GETSERVERINFORESPONSE']._serialized_end=2433
+  _globals['_TTS']._serialized_start=2732
+  _globals['_TTS']._serialized_end=3276
 # @@protoc_insertion_point(module_scope)

@@ -89,7 +89,7 @@ class SynthesizeResponse(_message.Message):
     def __init__(self, header: _Optional[_Union[Header, _Mapping]] = ..., audio: _Optional[_Union[Audio, _Mapping]] = ..., summary: _Optional[_Union[Summary, _Mapping]] = ...) -> None: ...
 
 class Header(_message.Message):
-    __slots__ = ("request_id", "sample_rate_hz", "num_channels", "format", "model", "seed", "samples_per_frame")
+    __slots__ = ("request_id", "sample_rate_hz", "num_channels", "format", "model", "seed", "samples_per_frame", "reference_seconds")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     SAMPLE_RATE_HZ_FIELD_NUMBER: _ClassVar[int]
     NUM_CHANNELS_FIELD_NUMBER: _ClassVar[int]
@@ -97,6 +97,7 @@ class Header(_message.Message):
     MODEL_FIELD_NUMBER: _ClassVar[int]
     SEED_FIELD_NUMBER: _ClassVar[int]
     SAMPLES_PER_FRAME_FIELD_NUMBER: _ClassVar[int]
+    REFERENCE_SECONDS_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     sample_rate_hz: int
     num_channels: int
@@ -104,7 +105,8 @@ class Header(_message.Message):
     model: str
     seed: int
     samples_per_frame: int
-    def __init__(self, request_id: _Optional[str] = ..., sample_rate_hz: _Optional[int] = ..., num_channels: _Optional[int] = ..., format: _Optional[_Union[AudioFormat, str]] = ..., model: _Optional[str] = ..., seed: _Optional[int] = ..., samples_per_frame: _Optional[int] = ...) -> None: ...
+    reference_seconds: float
+    def __init__(self, request_id: _Optional[str] = ..., sample_rate_hz: _Optional[int] = ..., num_channels: _Optional[int] = ..., format: _Optional[_Union[AudioFormat, str]] = ..., model: _Optional[str] = ..., seed: _Optional[int] = ..., samples_per_frame: _Optional[int] = ..., reference_seconds: _Optional[float] = ...) -> None: ...
 
 class Audio(_message.Message):
     __slots__ = ("data", "first_frame", "num_frames")
@@ -215,7 +217,7 @@ class GetServerInfoRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetServerInfoResponse(_message.Message):
-    __slots__ = ("version", "model", "sample_rate_hz", "num_channels", "samples_per_frame", "num_codebooks", "num_slots", "max_len", "max_queue", "slots_busy", "queue_length", "formats", "default_sampling", "max_text_bytes", "max_references", "max_message_bytes", "max_batch_queue", "max_voices")
+    __slots__ = ("version", "model", "sample_rate_hz", "num_channels", "samples_per_frame", "num_codebooks", "num_slots", "max_len", "max_queue", "slots_busy", "queue_length", "formats", "default_sampling", "max_text_bytes", "max_references", "max_message_bytes", "max_batch_queue", "max_voices", "max_reference_seconds")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     SAMPLE_RATE_HZ_FIELD_NUMBER: _ClassVar[int]
@@ -234,6 +236,7 @@ class GetServerInfoResponse(_message.Message):
     MAX_MESSAGE_BYTES_FIELD_NUMBER: _ClassVar[int]
     MAX_BATCH_QUEUE_FIELD_NUMBER: _ClassVar[int]
     MAX_VOICES_FIELD_NUMBER: _ClassVar[int]
+    MAX_REFERENCE_SECONDS_FIELD_NUMBER: _ClassVar[int]
     version: str
     model: str
     sample_rate_hz: int
@@ -252,4 +255,5 @@ class GetServerInfoResponse(_message.Message):
     max_message_bytes: int
     max_batch_queue: int
     max_voices: int
-    def __init__(self, version: _Optional[str] = ..., model: _Optional[str] = ..., sample_rate_hz: _Optional[int] = ..., num_channels: _Optional[int] = ..., samples_per_frame: _Optional[int] = ..., num_codebooks: _Optional[int] = ..., num_slots: _Optional[int] = ..., max_len: _Optional[int] = ..., max_queue: _Optional[int] = ..., slots_busy: _Optional[int] = ..., queue_length: _Optional[int] = ..., formats: _Optional[_Iterable[_Union[AudioFormat, str]]] = ..., default_sampling: _Optional[_Union[Sampling, _Mapping]] = ..., max_text_bytes: _Optional[int] = ..., max_references: _Optional[int] = ..., max_message_bytes: _Optional[int] = ..., max_batch_queue: _Optional[int] = ..., max_voices: _Optional[int] = ...) -> None: ...
+    max_reference_seconds: float
+    def __init__(self, version: _Optional[str] = ..., model: _Optional[str] = ..., sample_rate_hz: _Optional[int] = ..., num_channels: _Optional[int] = ..., samples_per_frame: _Optional[int] = ..., num_codebooks: _Optional[int] = ..., num_slots: _Optional[int] = ..., max_len: _Optional[int] = ..., max_queue: _Optional[int] = ..., slots_busy: _Optional[int] = ..., queue_length: _Optional[int] = ..., formats: _Optional[_Iterable[_Union[AudioFormat, str]]] = ..., default_sampling: _Optional[_Union[Sampling, _Mapping]] = ..., max_text_bytes: _Optional[int] = ..., max_references: _Optional[int] = ..., max_message_bytes: _Optional[int] = ..., max_batch_queue: _Optional[int] = ..., max_voices: _Optional[int] = ..., max_reference_seconds: _Optional[float] = ...) -> None: ...
