@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import typer
 
+from fishjax.engine.references import PIECE_FRAMES
 from serving.__main__ import app
 from serving.call import STATUS
 from serving.config import ServerConfig
@@ -59,3 +60,7 @@ def test_limits_are_those_of_the_code(field, words):
 
 def test_the_largest_message_is_that_of_the_code():
     assert f"request message, unpacked | {ServerConfig().max_message_bytes // 2**20} MiB" in PAGE
+
+
+def test_the_size_of_a_piece_of_a_clip_is_that_of_the_code():
+    assert f"in pieces of {PIECE_FRAMES} frames" in PAGE
