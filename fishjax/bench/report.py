@@ -10,6 +10,7 @@ from typing import Any
 from .cases import MATMULS, OPS, PEERS
 from .frozen import BASELINES
 from .gate.tables import gate_table, voice_sentence, voice_table
+from .markdown import table
 from .serve.tables import serve_tables, soak_table
 from .step.tables import step_table, trace_tables
 
@@ -36,9 +37,7 @@ def kernel_tables(document: dict[str, Any]) -> str:
 
 def _table(rows: list[dict[str, Any]]) -> str:
     head = ["shape", "m", "us", "spread", "kernels us", "floor us", "of the floor's rate", "error", *PEERS]
-    lines = ["| " + " | ".join(head) + " |", "|---|" + "---:|" * (len(head) - 1)]
-    lines += ["| " + " | ".join(_cells(row)) + " |" for row in rows]
-    return "\n".join(lines)
+    return table(head, map(_cells, rows))
 
 
 def _cells(row: dict[str, Any]) -> list[str]:
@@ -75,9 +74,9 @@ def _number(value: float | None) -> str:
 def published_table() -> str:
     """Figures that others have published, as they stand: not measured by us, on their set-up."""
     data = json.loads(PUBLISHED.read_text())
-    lines = ["| what | library | m | us |", "|---|---|---:|---:|"]
-    lines += [f"| {r['what']} | {r['library']} | {r['m']} | {r['us']} |" for r in data["rows"]]
-    return f"Published by {data['source']} ({data['setup']}); not measured by us.\n\n" + "\n".join(lines)
+    head = ["what", "library", "m", "us"]
+    figures = table(head, ([str(row[name]) for name in head] for row in data["rows"]), words=(0, 1))
+    return f"Published by {data['source']} ({data['setup']}); not measured by us.\n\n{figures}"
 
 
 def kernels_markdown(folder: Path = BASELINES) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from ..markdown import table
 from .texts import NUM_CHOOSING, NUM_HELD_OUT
 from .verdict import BASELINE
 
@@ -16,10 +17,9 @@ _HEAD = (
 
 def gate_table(document: Mapping[str, Any]) -> str:
     """One markdown table, and a line for each verdict that needs its reason."""
-    lines = ["| " + " | ".join(_HEAD) + " |", "|---|---|" + "---:|" * (len(_HEAD) - 2)]
-    lines += ["| " + " | ".join(_cells(row)) + " |" for row in document["rows"]]
+    rows = table(_HEAD, map(_cells, document["rows"]), words=(0, 1))
     reasons = [f"- `{row['policy']}`: {row['reason']}" for row in document["rows"] if row["reason"]]
-    return "\n".join(lines) + ("\n\n" + "\n".join(reasons) if reasons else "")
+    return rows + ("\n\n" + "\n".join(reasons) if reasons else "")
 
 
 def _cells(row: Mapping[str, Any]) -> list[str]:

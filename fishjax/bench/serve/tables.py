@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from ..markdown import table
+
 _HEAD = (
     *("load", "slots", "policy", "voices", "calls", "TTFA ms p50", "p95", "p99", "frames/s", "audio s/s"),
     *("underrun ms p95", "continuous", "rejected", "slots busy", "cost of an hour of audio"),
@@ -13,12 +15,10 @@ _HEAD = (
 
 def serve_tables(document: Mapping[str, Any]) -> str:
     """A markdown table with a row a load, and sentences that compare rows."""
-    rows = document["rows"]
-    lines = ["| " + " | ".join(_HEAD) + " |", "|---|---:|---|---|" + "---:|" * (len(_HEAD) - 4)]
-    lines += ["| " + " | ".join(_cells(row)) + " |" for row in rows]
+    rows = table(_HEAD, map(_cells, document["rows"]), words=(0, 2, 3))
     told = [ratio(document), lane(document), *(f"{s['slots']} slots: ready {s['start_s']:g} s after the start."
                                               for s in document["starts"])]  # fmt: skip
-    return "\n".join(lines) + "\n\n" + "\n\n".join(sentence for sentence in told if sentence)
+    return rows + "\n\n" + "\n\n".join(sentence for sentence in told if sentence)
 
 
 def row_name(row: Mapping[str, Any]) -> str:
@@ -72,9 +72,8 @@ def lane(document: Mapping[str, Any]) -> str:
 def soak_table(document: Mapping[str, Any]) -> str:
     """A row for each thing that callers did, with how it ended; sentences about memory, the fault and the problems."""
     soak = document["soak"]
-    lines = ["| what a caller does | calls | how they ended |", "|---|---:|---|"]
-    for does, statuses in soak["outcomes"].items():
-        lines.append(f"| {does} | {sum(statuses.values())} | {_counts(statuses)} |")
+    ends = ([does, str(sum(statuses.values())), _counts(statuses)] for does, statuses in soak["outcomes"].items())
+    rows = table(["what a caller does", "calls", "how they ended"], ends, words=(0, 2))
     rss_mb = soak["rss_mb"]
     told = [
         f"{soak['seconds']:g} s, {soak['slots']} slots, {soak['calls']} calls, {soak['killed_processes']} processes of "
@@ -82,7 +81,7 @@ def soak_table(document: Mapping[str, Any]) -> str:
         f"When the device broke, calls ended with: {_counts(soak['after_fault'])}.",
         "\n".join(f"- **{problem}**" for problem in soak["problems"]) or "Nothing that was promised was lost.",
     ]
-    return "\n".join(lines) + "\n\n" + "\n\n".join(told)
+    return rows + "\n\n" + "\n\n".join(told)
 
 
 def _counts(statuses: Mapping[str, int]) -> str:

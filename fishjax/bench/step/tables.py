@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from ..markdown import table
+
 _HEAD = (
     *("policy", "slots", "ms", "p99", "frames/s", "audio-s/s", "decode ms", "codec ms", "floor ms"),
     *("codec ms, 4 frames", "ms, sound by 4", "chunk ms"),
@@ -14,9 +16,7 @@ _HEAD = (
 def step_table(document: dict[str, Any]) -> str:
     """One row a policy and number of slots, times in milliseconds."""
     rows = sorted(document["rows"], key=lambda row: (row["policy"], row["fused"], row["slots"]))
-    lines = ["| " + " | ".join(_HEAD) + " |", "|---|" + "---:|" * (len(_HEAD) - 1)]
-    lines += ["| " + " | ".join(_cells(row)) + " |" for row in rows]
-    return "\n".join(lines)
+    return table(_HEAD, map(_cells, rows))
 
 
 def _cells(row: dict[str, Any]) -> list[str]:
@@ -47,11 +47,10 @@ def _trace_table(trace: dict[str, Any]) -> str:
     if "parts" not in trace:
         return f"### {trace['case']}\n\nNot traced: {trace['reason']}"
     total = trace["step_ms"]
-    lines = [f"### {trace['case']}: {total:.2f} ms", "", f"By {trace['clock']}.", "", "| part | ms | share |"]
-    lines += ["|---|---:|---:|"]
     rows = [*trace["parts"], {"part": "sum", "ms": sum(part["ms"] for part in trace["parts"])}]
-    lines += [f"| {row['part']} | {row['ms']:.3f} | {row['ms'] / total:.0%} |" for row in rows]
+    shares = ([row["part"], f"{row['ms']:.3f}", f"{row['ms'] / total:.0%}"] for row in rows)
+    parts = [f"### {trace['case']}: {total:.2f} ms", f"By {trace['clock']}.", table(["part", "ms", "share"], shares)]
     if trace["kernels"]:
-        lines += ["", "| longest kernels | calls | ms |", "|---|---:|---:|"]
-        lines += [f"| `{row['kernel'][:80]}` | {row['calls']} | {row['ms']:.3f} |" for row in trace["kernels"]]
-    return "\n".join(lines)
+        longest = ([f"`{row['kernel'][:80]}`", str(row["calls"]), f"{row['ms']:.3f}"] for row in trace["kernels"])
+        parts.append(table(["longest kernels", "calls", "ms"], longest))
+    return "\n\n".join(parts)
