@@ -21,7 +21,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +29,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from ._mosaic import LINE, load, tiled
+from ._mosaic import LINE, REDUCED, load, over_tile, over_tile_rows, signal, tiled, wait_for
 from .quantize_blocks.reference import INVERSE_MAX, SMALLEST_SCALE
 from .types import BLOCK, E4M3_MAX
 
@@ -39,7 +39,7 @@ TILE_BYTES = BLOCK * BLOCK + 4 * LINE
 """Of the ring: a weight tile and the line of scales that its scale is in."""
 SHARED_BYTES = 227 * 1024
 MAX_TOKENS = 64
-_RESERVED = 6 * 1024  # barriers, and what the compiler takes for reductions
+_RESERVED = 4 * 1024  # barriers
 _LARGEST = float(jnp.finfo(jnp.float32).max)
 f32, bf16, fp8 = jnp.float32, jnp.bfloat16, jnp.float8_e4m3fn
 
@@ -136,6 +136,8 @@ class Scratch(NamedTuple):
     rows16: Any
     rows8: Any
     top: Any
+    reduced: Any
+    scalar: Any
     w_loaded: Any
     w_read: Any
     x_loaded: Any
@@ -161,7 +163,7 @@ def chain(M: int, D: int, matmuls: dict[str, Matmul], blocks: int, x_stages: int
 def shared_bytes(c: Chain) -> int:
     """Bytes of `Scratch`, rounded up."""
     x = c.x_stages * c.M * BLOCK + 2 * c.scale_rows * c.M * 4
-    tasks = 2 * c.tm * BLOCK * (4 + 2 + 1) + 2 * c.groups * 64 * 4
+    tasks = 2 * c.tm * BLOCK * (4 + 2 + 1) + 2 * c.groups * 64 * 4 + 2 * REDUCED * 4
     return c.stages * TILE_BYTES + x + tasks + _RESERVED
 
 
@@ -190,6 +192,8 @@ def scratch(c: Chain, *, one_cluster: bool) -> Scratch:
         rows16=plgpu.SMEM((2, c.tm, BLOCK), bf16),
         rows8=plgpu.SMEM((2, 2, c.tm, HALF), fp8),
         top=plgpu.SMEM((2 * c.groups, 64), f32),
+        reduced=plgpu.SMEM((2, REDUCED), f32),
+        scalar=plgpu.SMEM((2, 1), f32),
         w_loaded=plgpu.Barrier(num_arrivals=3, num_barriers=c.stages),
         w_read=plgpu.Barrier(num_arrivals=2, num_barriers=c.stages),
         x_loaded=plgpu.Barrier(num_barriers=c.x_stages),
@@ -225,11 +229,6 @@ def over_rows(row, shape):
 def over_columns(column, shape):
     """A value per row, for every column."""
     return lax.broadcast_in_dim(column, shape, (0,))
-
-
-def top_of(value):
-    """Largest finite magnitude of each column."""
-    return jnp.max(jnp.where(jnp.abs(value) <= _LARGEST, jnp.abs(value), 0.0), axis=0)
 
 
 def scale_of(top):
@@ -301,9 +300,15 @@ class Walker:
         if self.arrived is None:
             plgpu.barrier_arrive(self.s.everyone)
             plgpu.barrier_wait(self.s.everyone)
-        else:
-            pl.semaphore_signal(self.arrived)
-            pl.semaphore_wait(self.arrived, 2 * self.c.blocks * epoch, decrement=False)
+            return
+        plgpu.barrier_arrive(self.s.pair)
+        plgpu.barrier_wait(self.s.pair)
+
+        @pl.when(self.thread == 0)
+        def _block():
+            signal(self.arrived)
+
+        wait_for(self.arrived, self.c.blocks * epoch)
 
     def multiply(self, m: Matmul, unit, x_g, x_scale_g, finish: Callable, prepare: Callable = lambda: None) -> None:
         """This block's piece: finish(prepare(), tile, split, *sums (64, M) of this warpgroup's rows, one per mat)."""
@@ -371,6 +376,19 @@ class Walker:
         del prepared
         self.partial_g[split, pl.ds(tile * BLOCK + self.thread * HALF, HALF)] = total
 
+    def reduce(self, op: Literal["add", "max"], value):
+        """The sum or largest of each column of a tile."""
+        return over_tile_rows(op, value, self.s.reduced.at[self.thread], interpreted=self.arrived is None)
+
+    def reduce_all(self, op: Literal["add", "max"], value):
+        """The sum or largest of all of a tile, a scalar."""
+        own, result = self.s.reduced.at[self.thread], self.s.scalar.at[self.thread]
+        return over_tile(op, value, own, result, interpreted=self.arrived is None)
+
+    def top_of(self, value):
+        """Largest finite magnitude of each column."""
+        return self.reduce("max", jnp.where(jnp.abs(value) <= _LARGEST, jnp.abs(value), 0.0))
+
     def tasks(self, count: int, task: Callable) -> None:
         """task(index) for all indices, dealt over the multiplying warpgroups of all blocks."""
         workers = 2 * self.c.blocks
@@ -414,7 +432,7 @@ class Walker:
     def quantise(self, value, to_g, scale_g, tile, token) -> None:
         """(128, tm) out as rows of e4m3, columns `tile` * 128 ..., and their scales."""
         tokens, rows8 = pl.ds(token, self.c.tm), self.s.rows8
-        scale = scale_of(top_of(value))
+        scale = scale_of(self.top_of(value))
         scale_g[tile, tokens] = scale
         values = rounded(value, scale)
         for half in range(2):
@@ -440,8 +458,8 @@ class Walker:
         """A tile of x is final: keep it, its squares, and h = x * weight (norm_g (D,)), quantised."""
         columns, tokens = pl.ds(tile * BLOCK, BLOCK), pl.ds(token, self.c.tm)
         r.x[columns, tokens] = x
-        r.squares[tile, tokens] = jnp.sum(x * x, axis=0)
-        weight = load(norm_g.at[columns], ROW, optimized=False)
+        r.squares[tile, tokens] = self.reduce("add", x * x)
+        weight = load(norm_g.at[columns], ROW, optimized=False).astype(f32)
         self.quantise(x * over_columns(weight, x.shape), r.h, r.h_scale, tile, token)
 
     def add(self, m: Matmul, x_g, tile, token):
@@ -460,7 +478,7 @@ class Walker:
                 r = over_rows(inverse_rms[group], (HALF, tm))
                 g, u = gate[:, columns] * r, up[:, columns] * r
                 a = g / (1.0 + jnp.exp(-g)) * u
-                s.top[2 * group + self.thread, pl.ds(0, tm)] = top_of(a)
+                s.top[2 * group + self.thread, pl.ds(0, tm)] = self.top_of(a)
                 plgpu.commit_smem()
                 plgpu.barrier_arrive(s.pair)
                 plgpu.barrier_wait(s.pair)

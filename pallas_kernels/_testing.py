@@ -36,6 +36,9 @@ TOLERANCES: dict[tuple[str, str], Tolerance] = {
     ("swiglu_mlp", "float32"): Tolerance(2e-3, "the reference: float32 inner values, 1 in 10,000 on the other side"),
     ("between_attentions", "float32"): Tolerance(2e-3, "as swiglu_mlp, float32"),
     ("between_attentions", "bfloat16"): Tolerance(6e-3, "as swiglu_mlp, bfloat16"),
+    ("between_attentions", "qkv"): Tolerance(
+        4e-2, "of a residual within 4e-3, one in twenty e4m3 values of its norm rounds to the neighbour: 1.5e-2, twice"
+    ),
     ("fast_frame", "float32"): Tolerance(1e-5, "median over slots and positions: float32 sums in another order"),
     ("fast_frame", "one value flipped"): Tolerance(
         5e-2, "every slot: one inner value of 256 on the other side of an FP8 boundary, two layers before the logits"

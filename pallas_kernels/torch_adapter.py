@@ -108,7 +108,8 @@ def decode_attention(
         q_BHd = q_BHd.float().clamp(-most, most).to(torch.float16)
     q_BGRd = _pad(torch, q_BHd.reshape(B, G, H // G, d), (0, 0, 0, attention_config.GROUP_ROWS - H // G))
     kernel = attention_kernel(H // G, d**-0.5 if scale is None else scale, config)
-    o, _ = kernel(q_BGRd, lengths_B.contiguous(), *(c.contiguous() for c in caches))
+    slots_B = torch.arange(B, dtype=torch.int32, device=q_BHd.device)
+    o, _ = kernel(q_BGRd, lengths_B.contiguous(), slots_B, *(c.contiguous() for c in caches))
     return o.reshape(B, H, d)
 
 
@@ -147,10 +148,10 @@ def matmul_kernel(M: int, weight: tuple[int, int], tile_m: int, config: matmul_c
 
 @functools.cache
 def attention_kernel(heads: int, scale: float, config: attention_config.Config):
-    """(q (B, G, 8, d), lengths, caches) -> (o, log-sum-exp), compiled at the first call of a shape."""
+    """(q (B, G, 8, d), lengths, slots, caches) -> (o, log-sum-exp), compiled at the first call of a shape."""
 
-    def launch(q_BGRd, lengths_B, *caches):
-        return attention.launch(q_BGRd, caches, lengths_B, heads, scale, config)
+    def launch(q_BGRd, lengths_B, slots_B, *caches):
+        return attention.launch(q_BGRd, caches, lengths_B, slots_B, heads, scale, config)
 
     return plgpu.as_torch_kernel(launch)
 

@@ -14,6 +14,7 @@ import numpy as np
 
 from fishjax.errors import InvalidRequest
 from pallas_kernels import _tuned
+from pallas_kernels._testing import TOLERANCES
 from pallas_kernels.between_attentions import arg_specs as between_specs
 from pallas_kernels.block_scaled_matmul import arg_specs as matmul_specs
 from pallas_kernels.decode_attention import arg_specs as attention_specs
@@ -65,6 +66,13 @@ class Case:
 def case_key(op: str, shape: Mapping[str, Any], m: int, input: str) -> str:
     """The key of a case, from the fields that a row of the results carries."""
     return f"{op} {','.join(f'{k}={v}' for k, v in shape.items())} m={m} {input}"
+
+
+def tolerance(case: Case) -> float:
+    """Bound on the relative error of a case's output."""
+    if case.op == "between_attentions":
+        return TOLERANCES[case.op, "qkv"].bound
+    return TOLERANCES["matmul" if case.op in MATMULS else case.op, "bfloat16"].bound
 
 
 def grid() -> list[Case]:

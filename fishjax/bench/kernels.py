@@ -8,9 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from pallas_kernels._testing import TOLERANCES
-
-from .cases import MATMULS, PEERS, STREAM_BYTES_PER_S, Case, floor_us
+from .cases import PEERS, STREAM_BYTES_PER_S, Case, floor_us, tolerance
 from .header import make_header
 from .pool import Task
 from .run import Result, Run
@@ -92,7 +90,7 @@ def _row(case: Case, backend: str, found: dict[tuple[str, str], dict[str, Any]])
     not_done = {"reason": "not measured in this run", "failed": True}
     result = found.get((case.key, "kernel"), not_done)
     host, kernel, error = (result.get(name) for name in ("host_us", "kernel_us", "rel_err"))
-    bound = TOLERANCES["matmul" if case.op in MATMULS else case.op, "bfloat16"].bound
+    bound = tolerance(case)
     row = {
         "op": case.op,
         "name": case.name,

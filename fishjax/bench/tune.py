@@ -11,8 +11,7 @@ import pallas_kernels
 from pallas_kernels import _tuned
 
 from . import ops
-from .cases import Case, tuned_key
-from .inputs import tolerance
+from .cases import Case, tolerance, tuned_key
 from .pool import Task
 from .run import Result
 

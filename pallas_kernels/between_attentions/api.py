@@ -5,6 +5,7 @@ from __future__ import annotations
 import jax
 
 from .. import _dispatch
+from .._persistent import tokens_of
 from ..types import BLOCK
 from . import mosaic_sm90, reference
 from .config import Config
@@ -12,6 +13,7 @@ from .reference import After, Before
 
 OP = "between_attentions"
 KERNELS = {_dispatch.HOPPER: mosaic_sm90}
+whole_tokens = tokens_of
 
 
 def between_attentions(
@@ -29,6 +31,8 @@ def between_attentions(
     Args:
       x_DM: (D, M) float32, the residual, a column a token.
       o_MK: (M, K) floating point, the attention's output; the kernel rounds it to bfloat16. None before the first one.
+        It may have fewer rows than x has columns: the others are there for the kernel, which works on `whole_tokens`
+        of them and pads x otherwise, and what becomes of them means nothing.
       before: weights of the layer that attended; None with o_MK.
       after: weights of the layer that attends next; None after the last one. K, N, D, F are multiples of 128.
       eps: of both norms.
@@ -58,7 +62,13 @@ def check_operands(x_DM, o_MK, before: Before | None, after: After | None) -> No
     wanted, found = {}, {}
     if before is not None and o_MK is not None:
         F, K = before.w_down.shape[1], o_MK.shape[1]
-        wanted |= {"o": (M, K), "wo": (D, K), "ffn_norm": (D,), "w_gate_up": (2 * F, D), "w_down": (D, F)}
+        wanted |= {
+            "o": (min(M, len(o_MK)), K),
+            "wo": (D, K),
+            "ffn_norm": (D,),
+            "w_gate_up": (2 * F, D),
+            "w_down": (D, F),
+        }
         found |= {"o": o_MK.shape, "wo": before.wo.shape, "ffn_norm": before.ffn_norm_D.shape}
         found |= {"w_gate_up": before.w_gate_up.shape, "w_down": before.w_down.shape}
     if after is not None:

@@ -47,12 +47,10 @@ def between_attentions(
     c = _plan(rows, D, before, after, config)
     if reason := can_run(c):
         raise NotImplementedError(f"between_attentions: {reason}")
-    more = ((0, 0), (0, c.M - rows))
-    o = None if o_MK is None else jnp.pad(o_MK.astype(bf16), more[::-1])
     given = _Given(
-        x=jnp.pad(x_DM.astype(f32), more),
-        o=o,
-        norms=[part.astype(f32) for part in _norms(before, after)],
+        x=jnp.pad(x_DM.astype(f32), ((0, 0), (0, c.M - rows))),
+        o=None if o_MK is None else o_MK.astype(bf16),
+        norms=_norms(before, after),
         weights={name: prepare_weights(w, "block_scaled_matmul") for name, w in _weights(before, after).items()},
     )
     x, qkv = _launch(c, given, eps, interpret)
@@ -82,7 +80,7 @@ def _weights(before: Before | None, after: After | None) -> dict[str, BlockScale
 
 
 class _Given(NamedTuple):
-    """x (D, M) float32; o (M, K) bfloat16 or None; norms of the residual in their order; weights by name."""
+    """x (D, M) float32; o (M or fewer, K) bfloat16 or None; norms of the residual in their order; weights by name."""
 
     x: Any
     o: Any
@@ -119,10 +117,13 @@ def _launch(c, given: _Given, eps: float, interpret) -> tuple[jax.Array, jax.Arr
             walk.drain(sum(block_units.values(), start=jnp.int32(0)))
 
         def quantise(head, token):
-            """One head of o."""
-            at = pl.ds(head * BLOCK, BLOCK)
-            rows = walk.gathered(lambda i, into, bar: plgpu.copy_gmem_to_smem(given_g.o.at[token + i, at], into, bar))
-            walk.quantise(rows, g.o, g.o_scale, head, token)
+            """One head of o; tokens that it does not have see its last one."""
+
+            def copy(i, into, barrier):
+                row = jnp.minimum(token + i, given_g.o.shape[0] - 1)
+                plgpu.copy_gmem_to_smem(given_g.o.at[row, pl.ds(head * BLOCK, BLOCK)], into, barrier)
+
+            walk.quantise(walk.gathered(copy), g.o, g.o_scale, head, token)
 
         def begin(tile, token):
             x = load(given_g.x.at[pl.ds(tile * BLOCK, BLOCK), pl.ds(token, tm)], ACC, optimized=False)

@@ -47,7 +47,8 @@ def between_attentions(
     """(x_DM float32, qkv_MN bfloat16 or None)."""
     x_MD, qkv_MN = x_DM.T.astype(jnp.float32), None
     if before is not None and o_MK is not None:
-        x_MD = x_MD + linear(o_MK.astype(jnp.float32), before.wo)
+        o_MK = jnp.pad(o_MK.astype(jnp.float32), ((0, len(x_MD) - len(o_MK)), (0, 0)))
+        x_MD = x_MD + linear(o_MK, before.wo)
         x_MD = x_MD + swiglu_mlp(rms_norm(x_MD, before.ffn_norm_D, eps), before.w_gate_up, before.w_down)
     if after is not None:
         qkv_MN = linear(rms_norm(x_MD, after.norm_D, eps), after.wqkv).astype(jnp.bfloat16)

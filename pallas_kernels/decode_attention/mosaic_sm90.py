@@ -66,7 +66,11 @@ def decode_attention(
     caches = (
         (k_cache.values_BGSd, v_cache.values_BGSd, k_cache.scale_BGS, v_cache.scale_BGS) if fp8 else (k_cache, v_cache)
     )
-    o, lse = launch(q_BGRd, caches, lengths_B.astype(jnp.int32), H // G, scale, config, interpret, chip)
+    lengths_B, slots = lengths_B.astype(jnp.int32), jnp.arange(B, dtype=jnp.int32)
+    if B * G * config.splits > chip.num_sms:  # some blocks wait for others: the longest go first, so that none is last
+        lengths_B, slots = lax.sort_key_val(-jnp.clip(lengths_B, 0, S), slots)
+        lengths_B = -lengths_B
+    o, lse = launch(q_BGRd, caches, lengths_B, slots, H // G, scale, config, interpret, chip)
     if config.splits > 1:
         lse = lse[..., : H // G]
         top = jnp.max(lse, axis=2, keepdims=True)
@@ -84,8 +88,18 @@ def pick(k_cache, chip: Chip = SM90) -> Config:
     return default_config(B, G, S, chip) if fields is None else Config(**fields)
 
 
-def launch(q_BGRd, caches, lengths_B, heads: int, scale: float, config: Config, interpret=None, chip: Chip = SM90):
-    """The kernel and no other operation: (o, log-sum-exp).
+def launch(
+    q_BGRd,
+    caches,
+    lengths_B,
+    slots_B,
+    heads: int,
+    scale: float,
+    config: Config,
+    interpret=None,
+    chip: Chip = SM90,
+):
+    """The kernel and no other operation: (o, log-sum-exp). slots_B: in the order in which they start; their lengths.
 
     One split gives o (B * G * heads, d) bfloat16; more give each part's own average.
     The parts: o (B, G, splits, heads, d) float32, base-2 log-sum-exp (B, G, splits, 32), first `heads` meant.
@@ -104,15 +118,15 @@ def launch(q_BGRd, caches, lengths_B, heads: int, scale: float, config: Config, 
         """(8,) to (block_kv, 8)."""
         return broadcast(row, tile, 1, chip)
 
-    def body(q_gmem, lengths_gmem, *refs):
+    def body(q_gmem, lengths_gmem, slots_gmem, *refs):
         gmem, (o_gmem, lse_gmem), scratch = refs[: len(caches)], refs[len(caches) :][:2], refs[len(caches) + 2 :]
         q_smem, p_smem, o_smem, narrow_smem, lse_smem, loaded, q_loaded, *rest = scratch
         logits_scratch, rest = rest[: len(logits_types)], rest[len(logits_types) :]
         weighed_scratch, rings = rest[: len(weighed_types)], rest[len(weighed_types) :]
         head = lax.axis_index("head")
-        b, g = lax.div(head, G), lax.rem(head, G)
+        turn, g = lax.div(head, G), lax.rem(head, G)
         split = lax.axis_index("split")
-        length = jnp.clip(lengths_gmem[b], 0, S)
+        b, length = slots_gmem[turn], jnp.clip(lengths_gmem[turn], 0, S)
         blocks = lax.div(length + (block_kv - 1), block_kv)
         each = lax.div(blocks + (splits - 1), splits)
         first = split * each
@@ -203,7 +217,7 @@ def launch(q_BGRd, caches, lengths_B, heads: int, scale: float, config: Config, 
             rows = load(o_smem, plgpu.Layout.WG_STRIDED(o_smem.shape, vec_size=4), optimized=False)
             narrow_smem[...] = rows.astype(jnp.bfloat16)
             plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(narrow_smem.at[pl.ds(0, heads)], o_gmem.at[pl.ds(head * heads, heads)])
+            plgpu.copy_smem_to_gmem(narrow_smem.at[pl.ds(0, heads)], o_gmem.at[pl.ds((b * G + g) * heads, heads)])
         else:
             lse_smem[pl.ds(0, GROUP_ROWS)] = jnp.where(total == 0.0, -jnp.inf, top + jnp.log2(safe))
             plgpu.commit_smem()
@@ -241,4 +255,4 @@ def launch(q_BGRd, caches, lengths_B, heads: int, scale: float, config: Config, 
         scratch_types=scratch,
         compiler_params=LANE,
         interpret=interpret,
-    )(q_BGRd, lengths_B, *caches)
+    )(q_BGRd, lengths_B, slots_B, *caches)

@@ -64,7 +64,7 @@ def plan(config: Config, slots: int, D: int, H: int, G: int, F: int, L: int, C: 
     }
     columns = SLOTS * H // G
     attention = 2 * HALF * BLOCK * 2 + columns * (BLOCK * 2 + HALF * 2 + BLOCK * 5)
-    own = attention + C * BLOCK * 4 + 2 * 2 * HALF * 4
+    own = attention + C * BLOCK * 4
     M = tokens_of(2 * slots)
     M = M if M <= MAX_TOKENS else tokens_of(slots)
     frame_slots = M // 2 if 2 * slots <= M else M

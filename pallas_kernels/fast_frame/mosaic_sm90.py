@@ -39,7 +39,6 @@ from .._persistent import (
     scale_of,
     scratch,
     strided,
-    top_of,
 )
 from ..types import BLOCK
 from . import config as layout
@@ -124,7 +123,6 @@ class _Own(NamedTuple):
     o: Any
     o8: Any
     scale: Any
-    all: Any
     rope_loaded: Any
     kv_loaded: Any
 
@@ -250,8 +248,8 @@ def _launch(p: Plan, given: _Given, weights: FastWeights, interpret) -> tuple[ja
             row, column = (plgpu.broadcasted_iota(jnp.int32, tile, axis, layout=ACC) for axis in range(2))
             live = (row < SLOTS * jnp.where(begins, 1, position + 1)) & ((row & (SLOTS - 1)) == (column & (SLOTS - 1)))
             logits = jnp.where(live, logits * (BLOCK**-0.5 * math.log2(math.e)), -jnp.inf)
-            weight = jnp.exp2(logits - over_rows(jnp.max(logits, axis=0), tile))
-            total = jnp.sum(weight, axis=0)
+            weight = jnp.exp2(logits - over_rows(walk.reduce("max", logits), tile))
+            total = walk.reduce("add", weight)
             # The product sums over other slots' rows with weight 0, and 0 * NaN is NaN. A slot's own NaN shows in its
             # keys.
             value = load(own.v, ACC)
@@ -265,7 +263,7 @@ def _launch(p: Plan, given: _Given, weights: FastWeights, interpret) -> tuple[ja
 
             o = pl.run_scoped(weigh, plgpu.WGMMAAccumulatorRef((BLOCK, columns), f32))
             o = o / over_rows(total, o.shape)
-            scale = scale_of(top_of(o))
+            scale = scale_of(walk.top_of(o))
             own.o.T[...] = plgpu.layout_cast(rounded(o, scale), plgpu.Layout.WGMMA_TRANSPOSED)
             own.scale[...] = scale
             plgpu.commit_smem()
@@ -292,51 +290,48 @@ def _launch(p: Plan, given: _Given, weights: FastWeights, interpret) -> tuple[ja
                 plgpu.copy_smem_to_gmem(y, g.logits.at[position - 1, pl.ds(group * tm, tm), 2 * tile + thread])
                 plgpu.wait_smem_to_gmem(0)
 
-        def over_all(reduce, tile):
-            """`reduce` of all elements of a (64k, 64) tile, as a scalar: over rows, then over the columns as rows."""
-            once, twice = own.all.at[thread, 0], own.all.at[thread, 1, pl.ds(0, 8)]
-            once[...] = reduce(tile, axis=0)
-            plgpu.commit_smem()
-            twice[...] = reduce(over_columns(load(once, ROW, optimized=False), (HALF, 8)), axis=0)
-            plgpu.commit_smem()
-            return own.all[thread, 1, 0]
-
         def draw(position, token):
             """The best candidate, the next best, ... as long as they survive; the largest score wins."""
             logits = load(g.logits.at[position - 1, token], ACC, optimized=False)
             row, column = (plgpu.broadcasted_iota(jnp.int32, logits.shape, axis, layout=ACC) for axis in range(2))
             number = (row * HALF + column).astype(f32)
             logits = jnp.where(number < weights.num_codes, logits, -jnp.inf)
-            best = over_all(jnp.max, logits)
-            total = over_all(jnp.sum, jnp.exp(logits - best))
+            best = walk.reduce_all("max", logits)
+            total = walk.reduce_all("add", jnp.exp(logits - best))
             temperature, top_p, top_k = given_g.temperature[token], given_g.top_p[token], given_g.top_k[token]
+
+            def better(one, other):
+                """Of two (score before noise, noise, code) the one that wins; the first of equals."""
+                wins = one[0] + one[1] < other[0] + other[1]
+                return tuple(jnp.where(wins, b, a) for a, b in zip(one, other, strict=True))
 
             def go_on(carry):
                 rank, _, going, *_ = carry
                 return (rank < top_k) & (going > 0)
 
             def candidate(carry):
-                rank, cumulative, _, logits, best_score, winner = carry
-                top = over_all(jnp.max, logits)
+                rank, cumulative, _, logits, winner, last = carry
+                top = walk.reduce_all("max", logits)
                 # The first of equals; a NaN equals nothing and must not become an address.
-                first = -over_all(jnp.max, jnp.where(logits == top, -number, 1.0 - weights.num_codes))
+                first = -walk.reduce_all("max", jnp.where(logits == top, -number, 1.0 - weights.num_codes))
+                winner = better(winner, last)  # only now: the noise of the last one has had the time to come
                 cumulative += jnp.exp(top - best) / total
                 keep = (rank == 0) | (cumulative <= top_p) | (top_p >= 1.0)
                 code = first.astype(jnp.int32)
-                score = (top - best) / temperature + given_g.gumbel[position - 1, token, code]
-                better = (rank == 0) | (keep & (score > best_score))
+                score = jnp.where(keep, (top - best) / temperature, -jnp.inf)
                 return (
                     rank + 1,
                     cumulative,
                     keep.astype(jnp.int32),
                     jnp.where(number == first, -jnp.inf, logits),
-                    jnp.where(better, score, best_score),
-                    jnp.where(better, code, winner),
+                    winner,
+                    (score, given_g.gumbel[position - 1, token, code], code),
                 )
 
-            start = (jnp.int32(0), f32(0), jnp.int32(1), logits, f32(0), jnp.int32(0))
-            *_, winner = lax.while_loop(go_on, candidate, start)
-            codes_g[token, position] = winner
+            nobody = (f32(-jnp.inf), f32(0), jnp.int32(0))
+            start = (jnp.int32(0), f32(0), jnp.int32(1), logits, nobody, nobody)
+            *_, winner, last = lax.while_loop(go_on, candidate, start)
+            codes_g[token, position] = better(winner, last)[2]
 
         @pl.when(thread < 2)
         def _compute():
@@ -413,7 +408,6 @@ def _launch(p: Plan, given: _Given, weights: FastWeights, interpret) -> tuple[ja
         o=plgpu.SMEM((columns, BLOCK), f32),  # neither tiled nor swizzled: written transposed, read as rows
         o8=plgpu.SMEM((columns, BLOCK), fp8),
         scale=plgpu.SMEM((columns,), f32),
-        all=plgpu.SMEM((2, 2, HALF), f32),
         rope_loaded=plgpu.Barrier(),
         kv_loaded=plgpu.Barrier(num_arrivals=3),
     )

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from .._chip import SM90, Chip
+from .._mosaic import REDUCED
 from ..types import BLOCK
 
 SHARED_BYTES = 227 * 1024
@@ -38,7 +39,8 @@ def shared_bytes(config: Config, M: int, D: int) -> int:
     ring = config.stages * (2 * columns + M) * BLOCK
     pushed = columns * M * 4 if config.blocks_per_group > 1 else 0
     scales = (steps + 3) // 4 * 4 * M * 4 + 2 * (steps + 31) // 32 * 128 + max(M, 32) * 4
-    return ring + pushed + scales + BLOCK * M * (4 + 1)
+    reduced = 2 * REDUCED * 4 if config.warpgroups > 1 else 0
+    return ring + pushed + scales + reduced + BLOCK * M * (4 + 1)
 
 
 def can_run(config: Config, M: int, D: int, F: int, chip: Chip = SM90) -> str | None:

@@ -19,7 +19,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from .. import _tuned
 from .._chip import SM90, Chip, broadcast
-from .._mosaic import LANE, load, tiled
+from .._mosaic import LANE, REDUCED, load, over_tile_rows, tiled
 from ..block_scaled_matmul import mosaic_sm90 as matmul
 from ..prepare import prepare_weights
 from ..quantize_blocks.mosaic_sm90 import quantize_rows, scale_shape
@@ -97,7 +97,7 @@ def _gate_up(x_MD, x_scale_KbM, w_gate_up: BlockScaled, tile_m: int, config: Con
 
     def body(x_gmem, x_scale_gmem, w_gmem, w_scale_gmem, a_gmem, a_scale_gmem, *scratch):
         (x_smem, w_smem, x_scale_smem, w_scale_smem, y_smem, a_smem, row_smem), rest = scratch[:7], scratch[7:]
-        loaded, read, scales_loaded, *rest = rest
+        loaded, read, scales_loaded, reduced, *rest = rest
         chip_scratch, cluster_scratch = rest[: len(chip_types)], rest[len(chip_types) :]
         group = lax.axis_index("group")
         part = lax.axis_index("part") if blocks > 1 else jnp.int32(0)
@@ -165,18 +165,22 @@ def _gate_up(x_MD, x_scale_KbM, w_gate_up: BlockScaled, tile_m: int, config: Con
             plgpu.griddepcontrol_launch_dependents()
         a = gate / (1.0 + jnp.exp(-gate)) * up
 
+        def top_of(value):
+            """Largest finite magnitude of each column."""
+            size = jnp.where(jnp.abs(value) <= _LARGEST, jnp.abs(value), 0.0)
+            if warpgroups == 1:
+                return jnp.max(size, axis=0)
+            return over_tile_rows("max", size, reduced.at[half], interpreted=interpret is not None)
+
         def finish(parts):
             """Quantise the group's 128 columns, `columns` from each block, and write them."""
-            finite = [jnp.abs(value) <= _LARGEST for value in parts]
-            tops = [
-                jnp.max(jnp.where(ok, jnp.abs(value), 0.0), axis=0) for ok, value in zip(finite, parts, strict=True)
-            ]
+            tops = [top_of(value) for value in parts]
             amax = tops[0] if blocks == 1 else jnp.maximum(*tops)
             scale = jnp.where(amax == 0.0, 1.0, jnp.maximum(amax * INVERSE_MAX, SMALLEST_SCALE))
             row_smem[half, pl.ds(0, tokens)] = scale
-            for at, (ok, value) in enumerate(zip(finite, parts, strict=True)):
+            for at, value in enumerate(parts):
                 quotient = jnp.clip(value / broadcast(scale, tile, 1, chip), -E4M3_MAX, E4M3_MAX)
-                quotient = jnp.where(ok, quotient, jnp.nan)
+                quotient = jnp.where(jnp.abs(value) <= _LARGEST, quotient, jnp.nan)
                 # FP8 cannot be stored transposed: float32 goes to shared memory and comes back as rows.
                 y_smem.at[half, at].T[...] = plgpu.layout_cast(quotient, chip.transposed)
                 rows = plgpu.Layout.WG_STRIDED((tokens, columns), vec_size=4)
@@ -214,6 +218,7 @@ def _gate_up(x_MD, x_scale_KbM, w_gate_up: BlockScaled, tile_m: int, config: Con
         plgpu.Barrier(num_arrivals=2 + warpgroups, num_barriers=stages),
         plgpu.Barrier(num_arrivals=warpgroups, num_barriers=stages),
         plgpu.Barrier(num_arrivals=3),
+        plgpu.SMEM((warpgroups, REDUCED), f32) if warpgroups > 1 else (),
         *chip_types,
     ]
     mesh: dict = {"grid": ((M // tile_m) * (F // BLOCK),), "grid_names": ("group",)}

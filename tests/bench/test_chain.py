@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from fishjax.bench import cases, inputs, ops, peers_xla, timing
+from fishjax.bench.cases import tolerance
 from fishjax.bench.chain import chain, chain_shapes
 from fishjax.bench.timing import Plan
 from pallas_kernels import _dispatch
@@ -76,7 +77,7 @@ def test_lowers_for_cuda(case, part, monkeypatch):
 def test_the_reference_meets_the_oracle_on_these_inputs(case):
     x, w = inputs.make_x(case, jnp.int32(3)), inputs.make_w(case, jnp.int32(4))
     y = ops.kernel_call(case, "reference", None)(x, w)
-    assert rel_err(np.asarray(y), inputs.oracle(case, *jax.device_get((x, w)))) <= inputs.tolerance(case)
+    assert rel_err(np.asarray(y), inputs.oracle(case, *jax.device_get((x, w)))) <= tolerance(case)
 
 
 @pytest.mark.parametrize(("peer", "bound"), [("xla_bf16", 1e-2), ("xla_fp8", 8e-2)])

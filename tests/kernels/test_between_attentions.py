@@ -85,8 +85,20 @@ def case_a_token_depends_on_itself_alone():
     assert np.isnan(others[:, 0]).all() and np.isfinite(others[:, 1:]).all()
 
 
+def case_tokens_without_an_o_are_padding():
+    x, o, before, after = operands(8, 5)
+    y, qkv = interpreted(x, o, before, after)
+    padded, padded_qkv = interpreted(x.at[:, 3:].set(0), o[:3], before, after)
+    np.testing.assert_array_equal(padded[:, :3], y[:, :3])
+    np.testing.assert_array_equal(padded_qkv[:3], qkv[:3])
+    wanted, _ = reference.between_attentions(x, o[:3], before, after, EPS)
+    assert rel_err(padded[:, :3], np.asarray(wanted[:, :3])) <= TOLERANCES["between_attentions", "float32"].bound
+
+
 @pytest.mark.skipif(gpu_interpreter() is None, reason="the GPU interpreter runs FP8 from jax 0.11 on")
-@pytest.mark.parametrize("case", ["equals_the_reference", "a_token_depends_on_itself_alone"])
+@pytest.mark.parametrize(
+    "case", ["equals_the_reference", "a_token_depends_on_itself_alone", "tokens_without_an_o_are_padding"]
+)
 def test_interpreter(case):
     assert "RACE DETECTED" not in run_alone(__file__, case)
 
@@ -106,7 +118,7 @@ def test_operands_that_do_not_fit_are_refused():
     for arguments, match in (
         ((x, None, before, after), "o goes with"),
         ((x, None, None, None), "must be there"),
-        ((x, o[:2], before, after), "o is"),
+        ((x, jnp.tile(o, (2, 1)), before, after), "o is"),
         ((x[:128], o, before, after), "wo is"),
     ):
         with pytest.raises(ValueError, match=match):

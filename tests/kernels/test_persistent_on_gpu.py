@@ -3,6 +3,8 @@
 `python -m pytest tests/kernels/test_persistent_on_gpu.py -m gpu` on the machine that has one.
 """
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -66,8 +68,12 @@ def test_between_attentions(spec):
     run = jax.jit(lambda *operands: between.between_attentions(*operands, EPS))
     made = run(x, o, before, after)
     wanted = jax.jit(lambda *operands: between_attentions(*operands, EPS))(x, o, before, after)
-    for a, b in zip(bits(made), bits(wanted), strict=True):
-        assert rel_err(a, b) <= TOLERANCES["between_attentions", "bfloat16"].bound
+    bound = TOLERANCES["between_attentions", "bfloat16"].bound
+    assert rel_err(made[0], wanted[0]) <= bound
+    if after is not None:  # of the residual that the kernel made: the reference's own rounds other values the other way
+        _, wanted_qkv = jax.jit(lambda x: between_attentions(x, None, None, after, EPS))(made[0])
+        assert rel_err(bits(made[1])[0], bits(wanted_qkv)[0]) <= bound
+        assert rel_err(bits(made[1])[0], bits(wanted[1])[0]) <= TOLERANCES["between_attentions", "qkv"].bound
     for _ in range(20):
         for a, b in zip(bits(run(x, o, before, after)), bits(made), strict=True):
             np.testing.assert_array_equal(a, b)
@@ -107,15 +113,25 @@ def frame_operands(spec):
     return hidden, semantic, weights, draws
 
 
-@pytest.mark.parametrize("spec", FRAMES, ids=lambda spec: spec.name)
+@pytest.mark.parametrize(
+    "spec", (*FRAMES, dataclasses.replace(FRAMES[0], name="one_layer", B=8, L=1)), ids=lambda s: s.name
+)
 def test_fast_frame(spec):
     hidden, semantic, weights, draws = frame_operands(spec)
     run = jax.jit(frame.fast_frame)
     codes, logits = run(hidden, semantic, weights, draws)
-    _, wanted = jax.jit(reference.fast_frame)(hidden, semantic, weights, draws)
-    # Position 1 has the same codes before it; later ones only as long as all draws agreed.
-    errors = [rel_err(a, b) for a, b in zip(np.asarray(logits[0]), np.asarray(wanted[0]), strict=True)]
-    assert max(errors) <= TOLERANCES["fast_frame", "one value flipped"].bound
+    # Position 1 has the same codes before it; later ones only as long as all draws agreed. An e4m3 value on the other
+    # side of a boundary moves others after it, so the reference is no measure finer than its own answer to a nudge.
+    two = dataclasses.replace(weights, rope_C2h=weights.rope_C2h[:2])
+    one_draw = dataclasses.replace(draws, gumbel_CBN=draws.gumbel_CBN[:1])
+    wanted, nudged = (
+        jax.jit(reference.fast_frame)(given, semantic, two, one_draw)[1][0]
+        for given in (
+            hidden,
+            hidden.astype(jnp.float32) * (1 + 1e-3 * jax.random.normal(jax.random.key(1), hidden.shape)),
+        )
+    )
+    assert rel_err(logits[0], wanted) <= 1.5 * rel_err(nudged, wanted) < 0.15
     for position in range(1, spec.C):
         np.testing.assert_array_equal(codes[:, position], reference.draw(logits[position - 1], draws, position))
     assert len(np.unique(np.asarray(codes))) > spec.C
