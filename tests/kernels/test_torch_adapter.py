@@ -107,7 +107,7 @@ def test_attention_is_one_launch(handed_over, cache):
     kv, scale = jax.ShapeDtypeStruct((4, 2, 128, 64), BF16 if cache == "bfloat16" else F8), ((4, 2, 128), F32)
     caches = (kv, kv) if cache == "bfloat16" else (kv, kv, *[jax.ShapeDtypeStruct(*scale)] * 2)
     q = jax.ShapeDtypeStruct((4, 2, 8, 64), BF16 if cache == "bfloat16" else jnp.float16)
-    found = operations(launch, q, jax.ShapeDtypeStruct((4,), jnp.int32), *caches)
+    found = operations(launch, q, *[jax.ShapeDtypeStruct((4,), jnp.int32)] * 2, *caches)
     assert found == ["stablehlo.custom_call @mosaic_gpu_v2"]
 
 
