@@ -22,7 +22,7 @@ from fishjax.errors import InvalidRequest
 from fishjax.text.prompt import Reference
 
 from .contract import Engine
-from .loop import SynthesisLoop
+from .desk import Desk
 from .mailbox import Mailbox
 from .request import Clip
 
@@ -37,12 +37,10 @@ class ReferenceReader:
     Belongs to one asyncio loop.
     """
 
-    def __init__(
-        self, engine: Engine, loop: SynthesisLoop[Mailbox], executor: Executor, *, num_at_once: int, max_bytes: int
-    ):
+    def __init__(self, engine: Engine, desk: Desk[Mailbox], executor: Executor, *, num_at_once: int, max_bytes: int):
         self.num_bytes = 0
         self._engine = engine
-        self._loop = loop
+        self._desk = desk
         self._executor = executor
         self._turns = asyncio.Semaphore(num_at_once)  # clips that wait for theirs are neither decoded nor on the device
         self._max_bytes = max_bytes
@@ -82,7 +80,7 @@ class ReferenceReader:
             )
         codes, pending = [], None
         for piece in await self._in_pool(engine.references.cut, audio_T):
-            pending = await asyncio.wrap_future(self._loop.run(partial(engine.references.encode, piece, pending)))
+            pending = await asyncio.wrap_future(self._desk.run(partial(engine.references.encode, piece, pending)))
             codes.append(await self._in_pool(pending.result))
         return np.concatenate(codes, axis=1)
 

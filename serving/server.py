@@ -22,10 +22,11 @@ from fishjax.rpc.v1 import tts_pb2, tts_pb2_grpc
 from .call import Calls
 from .config import ServerConfig
 from .contract import Speech
+from .desk import LoopState
 from .guard import Guard
 from .health import Health
 from .keys import read_keys
-from .loop import LoopState, SynthesisLoop
+from .loop import SynthesisLoop
 from .mailbox import Mailbox, deliver
 from .metrics import Metrics
 from .references import ReferenceReader
@@ -94,7 +95,7 @@ class Server:
             metrics=self.metrics,
             clock=self._clock,
         )
-        self.metrics.watch(self._loop.load, engine.voices)
+        self.metrics.watch(self._loop.desk.load, engine.voices)
         keys = read_keys(config)
         calls = Calls(keys, self.metrics, self._clock)
         self._grpc = grpc.aio.server(
@@ -118,14 +119,14 @@ class Server:
         )
         self._references = ReferenceReader(
             engine,
-            self._loop,
+            self._loop.desk,
             self._executor,
             num_at_once=config.decode_threads,
             max_bytes=config.max_cached_bytes,
         )
         servicer = TtsServicer(
             self._speech,
-            self._loop,
+            self._loop.desk,
             self._executor,
             self._references,
             voices,
@@ -165,7 +166,7 @@ class Server:
         await self._settled.wait()
         if self._failed.is_set():
             raise NotReady("the engine failed while warming up")
-        if self._loop is None or self._loop.state is not LoopState.SERVING:
+        if self._loop is None or self._loop.desk.state is not LoopState.SERVING:
             raise Draining("the server was stopped while warming up")
 
     async def failed(self) -> None:
@@ -178,7 +179,7 @@ class Server:
         A second call while the first one waits cuts its time short.
         """
         if self._loop is not None:
-            self._loop.drain()
+            self._loop.desk.drain()
         self._health.close()
         if self._grpc is not None:
             await self._grpc.stop(self.config.drain_s if drain_s is None else drain_s)

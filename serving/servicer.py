@@ -18,8 +18,8 @@ from fishjax.rpc.v1 import tts_pb2, tts_pb2_grpc
 from .call import Call, Calls, Context
 from .config import ServerConfig
 from .contract import Speech
+from .desk import Desk
 from .keys import KeyRing
-from .loop import SynthesisLoop
 from .mailbox import Mailbox
 from .metrics import Metrics
 from .plan import Priority
@@ -51,7 +51,7 @@ class TtsServicer(tts_pb2_grpc.TtsServicer):
     def __init__(
         self,
         speech: Speech,
-        loop: SynthesisLoop[Mailbox],
+        desk: Desk[Mailbox],
         executor: Executor,
         references: ReferenceReader,
         voices: VoiceStore,
@@ -62,7 +62,7 @@ class TtsServicer(tts_pb2_grpc.TtsServicer):
         clock: Callable[[], float],
     ):
         self._speech = speech
-        self._loop = loop
+        self._desk = desk
         self._executor = executor
         self._references = references
         self._voices = voices
@@ -134,7 +134,7 @@ class TtsServicer(tts_pb2_grpc.TtsServicer):
         first_audio_s = None
         num_frames = 0
         read = self._references.read
-        async with Session(request, self._speech, self._loop, self._executor, read, self._clock) as session:
+        async with Session(request, self._speech, self._desk, self._executor, read, self._clock) as session:
             header = self._header(request, session.reference_frames)
             await pace.write(context.write(tts_pb2.SynthesizeResponse(header=header)), 0.0)
             if pieces is not None:
@@ -205,7 +205,7 @@ class TtsServicer(tts_pb2_grpc.TtsServicer):
 
     def _info(self) -> tts_pb2.GetServerInfoResponse:
         engine, config = self._speech.engine, self._config
-        slots_busy, queue_length = self._loop.load()
+        slots_busy, queue_length = self._desk.load()
         default = self._speech.default_sampling()
         return tts_pb2.GetServerInfoResponse(
             version=fishjax.__version__,

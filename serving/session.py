@@ -23,7 +23,7 @@ from fishjax.errors import EngineFailed, FishjaxError, InvalidRequest, SlowReade
 from fishjax.text.prompt import Reference
 
 from .contract import Speech, Utterance
-from .loop import SynthesisLoop
+from .desk import Desk
 from .mailbox import MAX_FRAMES, Mailbox, Playback
 from .request import Clip, Failed, Finished, Frame, SpeechRequest, Started
 
@@ -50,7 +50,7 @@ class Session:
         self,
         request: SpeechRequest,
         speech: Speech,
-        loop: SynthesisLoop[Mailbox],
+        desk: Desk[Mailbox],
         executor: Executor,
         read: Callable[[tuple[Clip, ...]], Awaitable[Sequence[Reference]]],
         clock: Callable[[], float],
@@ -60,7 +60,7 @@ class Session:
         self.finished: Finished | None = None  # once `sound()` is at its end
         self._request = request
         self._speech = speech
-        self._loop = loop
+        self._desk = desk
         self._executor = executor
         self._read = read
         self._clock = clock
@@ -70,7 +70,7 @@ class Session:
 
     async def __aenter__(self) -> Session:
         request = self._request
-        self._loop.reserve(request.request_id, request.priority, deadline_s=request.deadline_s)
+        self._desk.reserve(request.request_id, request.priority, deadline_s=request.deadline_s)
         try:
             references = request.voice or await self._read(tuple(request.clips))
             request.clips.clear()
@@ -79,12 +79,12 @@ class Session:
             if request.text is not None:
                 self._submit()
         except BaseException:
-            self._loop.cancel(request.request_id)
+            self._desk.cancel(request.request_id)
             raise
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        self._loop.cancel(self._request.request_id)
+        self._desk.cancel(self._request.request_id)
         if self._reader is not None:
             self._reader.cancel()
 
@@ -115,21 +115,21 @@ class Session:
     async def _say(self, segments: Sequence[str], *, last: bool) -> None:
         if self._utterance is None:
             if segments or last:
-                self._loop.extend(self._request.request_id, segments, last=last)
+                self._desk.extend(self._request.request_id, segments, last=last)
         elif segments:
             await self._in_pool(partial(self._utterance.extend, segments, last=last))
             self._submit()
 
     def _submit(self) -> None:
         assert self._utterance is not None
-        self._loop.submit(self._request.request_id, self._utterance, self._mailbox)
+        self._desk.submit(self._request.request_id, self._utterance, self._mailbox)
         self._utterance = None
 
     async def sound(self) -> AsyncIterator[Sound]:
         """All sound in order, as it is made. Raises what ended the request, if it did not end well."""
         engine = self._speech.engine
         playback = Playback(engine.samples_per_frame / engine.sample_rate_hz)
-        max_frames = min(MAX_FRAMES, self._loop.max_unread_frames)
+        max_frames = min(MAX_FRAMES, self._desk.max_unread_frames)
         while True:
             num_frames, patience_s = playback.next_message(self._clock(), max_frames)
             waited = not self._mailbox.has(num_frames)
@@ -138,7 +138,7 @@ class Session:
                 case Started(at_s):
                     self.started_s = at_s
                 case Frame(index=first_frame):
-                    self._loop.taken(self._request.request_id, len(events))
+                    self._desk.taken(self._request.request_id, len(events))
                     audio_T = np.concatenate([event.audio_s for event in events if isinstance(event, Frame)])
                     playback.send(len(events), self._clock())
                     yield Sound(audio_T, first_frame, len(events), waited)

@@ -47,7 +47,7 @@ async def refused(call):
 async def is_well(running):
     assert len(await send(running, TTS[0], of(SPEAK))) >= 3
     async with asyncio.timeout(PATIENCE_S):
-        while running.server._loop.load() != (0, 0):
+        while running.server._loop.desk.load() != (0, 0):
             await asyncio.sleep(0.001)
 
 

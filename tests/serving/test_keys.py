@@ -198,7 +198,7 @@ async def test_limits_of_a_key_over_the_wire(serve, tmp_path):
         assert "1 requests at once" in error.details()
         call.cancel()
         running.engine.gate.open()
-        while running.server._loop.load() != (0, 0):
+        while running.server._loop.desk.load() != (0, 0):
             await asyncio.sleep(0.001)
         assert len(await speak(running, metadata=bearer("other"))) > 2
 

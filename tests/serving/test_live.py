@@ -61,7 +61,7 @@ async def refused(running, *messages):
 
 async def idle(running):
     async with asyncio.timeout(PATIENCE_S):
-        while running.server._loop.load() != (0, 0):
+        while running.server._loop.desk.load() != (0, 0):
             await asyncio.sleep(0.001)
 
 

@@ -10,7 +10,8 @@ import pytest
 from fishjax.engine.sampling_params import SamplingParams
 from fishjax.errors import DeadlineExceeded, Draining, EngineFailed, InvalidRequest, NotReady, PromptTooLong, QueueFull
 from serving._testing import FakeEngine, FakeSpeech, frame_level
-from serving.loop import LoopState, SynthesisLoop
+from serving.desk import LoopState
+from serving.loop import SynthesisLoop
 from serving.metrics import Metrics
 from serving.plan import Priority
 from serving.request import Failed, Finished, Frame, Started
@@ -51,17 +52,17 @@ class Harness:
     def ask(
         self, name, text, seed=0, deadline_s=None, max_frames=None, references=(), priority=Priority.STANDARD, live=()
     ):
-        self.loop.reserve(name, priority, deadline_s=deadline_s)
+        self.loop.desk.reserve(name, priority, deadline_s=deadline_s)
         mailbox = queue.Queue()
         utterance = self.speech.utterance(text, references, SamplingParams(seed=seed, max_frames=max_frames))
         if text is None:
             utterance.extend(live)
-        self.loop.submit(name, utterance, mailbox)
+        self.loop.desk.submit(name, utterance, mailbox)
         return mailbox
 
     def settle(self):
         """Wait until the loop has turned: work is done between two steps."""
-        self.loop.run(lambda: None).result(PATIENCE_S)
+        self.loop.desk.run(lambda: None).result(PATIENCE_S)
 
 
 @pytest.fixture
@@ -126,7 +127,7 @@ def test_more_requests_than_slots_each_get_their_own_frames(make):
     mailboxes = [harness.ask(f"r{i}", "w " * length, seed=i) for i, length in enumerate(lengths)]
     for i, (mailbox, length) in enumerate(zip(mailboxes, lengths, strict=True)):
         check_speech(listen(mailbox), i, length)
-    assert harness.loop.load() == (0, 0)
+    assert harness.loop.desk.load() == (0, 0)
 
 
 def test_segments_continue_after_the_columns_that_the_slot_holds(make):
@@ -179,13 +180,13 @@ def start_reading(harness, name, chunks, **request):
 def test_a_caller_that_goes_away_while_its_prompt_is_read_costs_no_more_of_it(make):
     harness = make(FakeEngine(num_slots=1), max_chunks_per_step=1).start()
     start_reading(harness, "gone", 2, text="x y")
-    harness.loop.cancel("gone")
+    harness.loop.desk.cancel("gone")
     other = harness.ask("other", "x", seed=9)
     harness.engine.read_gate.open()
     check_speech(listen(other), 9, 1)
     trace = [entry[0] for entry in harness.engine.trace]
     assert trace[: trace.index("free")].count("read") == 3  # two, and the one that it stood before
-    assert harness.loop.load() == (0, 0)
+    assert harness.loop.desk.load() == (0, 0)
 
 
 def test_batch_that_gives_way_while_its_prompt_is_read_goes_on_with_the_rest(make):
@@ -271,12 +272,12 @@ def test_a_caller_that_goes_away_in_the_middle_of_a_group_harms_nobody(make, aft
     gone, stays = harness.ask("gone", "w " * 50, seed=1), harness.ask("stays", "w " * 30, seed=2)
     assert isinstance(gone.get(timeout=PATIENCE_S), Started)
     harness.engine.gate.allow(after + 1)
-    harness.loop.cancel("gone")
+    harness.loop.desk.cancel("gone")
     other = harness.ask("other", "w " * 7, seed=3)
     harness.engine.gate.open()
     check_speech(listen(other), 3, 7)
     check_speech(listen(stays), 2, 30)
-    assert harness.loop.load() == (0, 0)
+    assert harness.loop.desk.load() == (0, 0)
 
 
 def test_segments_and_limits_with_grouped_sound(make):
@@ -291,7 +292,7 @@ def test_live_text_that_pauses_leaves_no_frame_unheard(make):
     harness = make(grouping(num_slots=1)).start()
     mailbox = harness.ask("a", None, seed=3, live=["a b c d e f g."])
     events = [mailbox.get(timeout=PATIENCE_S) for _ in range(8)]
-    harness.loop.extend("a", ["x y."], last=True)
+    harness.loop.desk.extend("a", ["x y."], last=True)
     check_speech(events + listen(mailbox), 3, 9)
 
 
@@ -317,7 +318,7 @@ def test_a_slot_pauses_in_the_middle_of_a_group_and_goes_on(make):
     events = [lazy.get(timeout=PATIENCE_S) for _ in range(2)]
     check_speech(listen(harness.ask("busy", "w", seed=2)), 2, 1)
     while not isinstance(events[-1], Finished):
-        harness.loop.taken("lazy", 1)
+        harness.loop.desk.taken("lazy", 1)
         events.append(lazy.get(timeout=PATIENCE_S))
     check_speech(events, 1, 30)
 
@@ -370,8 +371,8 @@ def test_batch_among_real_traffic_is_spoken_whole(make):
     for i, mailbox in enumerate(batch):
         events = listen(mailbox)
         check_speech(events, i, 15, num_saves=events[-1].num_saves)
-    assert harness.loop.load() == (0, 0)
-    assert harness.loop._requests == {}
+    assert harness.loop.desk.load() == (0, 0)
+    assert harness.loop.desk._requests == {}
 
 
 def test_cancelling_what_is_saved_forgets_it(make):
@@ -383,11 +384,11 @@ def test_cancelling_what_is_saved_forgets_it(make):
     harness.engine.gate.allow(3)
     while ("extract", 0) not in harness.engine.trace:
         pass
-    harness.loop.cancel("batch")
+    harness.loop.desk.cancel("batch")
     harness.engine.gate.open()
     check_speech(listen(urgent), 3, 5)
-    assert harness.loop._requests == {}
-    assert harness.loop.load() == (0, 0)
+    assert harness.loop.desk._requests == {}
+    assert harness.loop.desk.load() == (0, 0)
 
 
 def test_text_that_arrives_late_continues_what_the_slot_holds(make):
@@ -395,25 +396,25 @@ def test_text_that_arrives_late_continues_what_the_slot_holds(make):
     mailbox = harness.ask("a", None, seed=3, live=["x y."])
     events = [mailbox.get(timeout=PATIENCE_S) for _ in range(3)]
     harness.settle()
-    harness.loop.extend("a", ["z."], last=False)
-    harness.loop.extend("a", ["u v."], last=False)
+    harness.loop.desk.extend("a", ["z."], last=False)
+    harness.loop.desk.extend("a", ["u v."], last=False)
     events += [mailbox.get(timeout=PATIENCE_S) for _ in range(3)]
     harness.settle()
-    assert harness.loop.load() == (1, 0)
-    harness.loop.extend("a", [], last=True)
+    assert harness.loop.desk.load() == (1, 0)
+    harness.loop.desk.extend("a", [], last=True)
     check_speech(events + listen(mailbox), 3, 5)
     prefills = [entry[1:] for entry in harness.engine.trace if entry[0] == "prefill"]
     assert prefills == [(0, 1, 0), (3, 1, 2), (5, 1, 3)]
-    assert harness.loop.load() == (0, 0)
+    assert harness.loop.desk.load() == (0, 0)
     check_speech(listen(harness.ask("b", "x", seed=1)), 1, 1)
 
 
 def test_text_that_cannot_be_spoken_ends_its_request_only(make):
     harness = make().start()
     mailbox = harness.ask("a", None, live=["x."])
-    harness.loop.extend("a", ["unpronounceable"], last=False)
+    harness.loop.desk.extend("a", ["unpronounceable"], last=False)
     assert isinstance(listen(mailbox)[-1].error, InvalidRequest)
-    harness.loop.extend("a", ["x."], last=True)  # for one that is gone
+    harness.loop.desk.extend("a", ["x."], last=True)  # for one that is gone
     check_speech(listen(harness.ask("b", "x", seed=1)), 1, 1)
 
 
@@ -427,28 +428,28 @@ def test_a_cancelled_request_is_out_of_the_next_step(make, frames_first):
         harness.engine.gate.allow(1)
     if frames_first > 1:
         assert mailbox.get(timeout=PATIENCE_S).index == 0
-    harness.loop.cancel("a")
+    harness.loop.desk.cancel("a")
     other = harness.ask("b", "x y", seed=9)
     harness.engine.gate.open()
     check_speech(listen(other), 9, 2)
     steps = [entry for entry in harness.engine.trace if entry[0] in ("step", "free")]
     ran_before_free = steps.index(("free", 0))
     assert ran_before_free <= frames_first + 1  # the step that waited at the gate, and no other
-    assert harness.loop.load() == (0, 0)
+    assert harness.loop.desk.load() == (0, 0)
 
 
 def test_cancelling_while_waiting_or_preparing_gives_the_place_back(make):
     harness = make(FakeEngine(num_slots=1), max_queue=1).start()
     harness.engine.gate.close()
     harness.ask("a", "w " * 50)
-    harness.loop.reserve("b")
-    while harness.loop.load() != (1, 1):
+    harness.loop.desk.reserve("b")
+    while harness.loop.desk.load() != (1, 1):
         pass
     with pytest.raises(QueueFull):
-        harness.loop.reserve("c")
-    harness.loop.cancel("b")
-    harness.loop.reserve("c")
-    harness.loop.cancel("never here")
+        harness.loop.desk.reserve("c")
+    harness.loop.desk.cancel("b")
+    harness.loop.desk.reserve("c")
+    harness.loop.desk.cancel("never here")
 
 
 def test_deadline_ends_the_work(make):
@@ -474,7 +475,7 @@ def test_a_slot_pauses_while_its_reader_lags_and_nobody_else_does(make):
     assert events[-1].index == 4
     check_speech(listen(harness.ask("busy2", "w " * 4, seed=3)), 3, 4)
     assert lazy.qsize() <= 2  # the step in flight, and no more
-    harness.loop.taken("lazy", 1000)
+    harness.loop.desk.taken("lazy", 1000)
     check_speech(events + listen(lazy), 1, 50)
 
 
@@ -490,10 +491,10 @@ def test_a_fault_of_the_device_fails_the_requests_in_it_and_the_loop(make):
     assert isinstance(listen(waiting)[-1].error, NotReady)
     assert harness.states.get(timeout=PATIENCE_S) is LoopState.FAILED
     with pytest.raises(NotReady, match="failed"):
-        harness.loop.reserve("c")
+        harness.loop.desk.reserve("c")
     with pytest.raises(NotReady):
-        harness.loop.run(lambda: None)
-    assert harness.loop.load() == (0, 0)
+        harness.loop.desk.run(lambda: None)
+    assert harness.loop.desk.load() == (0, 0)
 
 
 def test_a_prompt_that_does_not_fit_ends_its_request_only(make):
@@ -519,9 +520,9 @@ def test_a_bug_in_one_requests_logic_ends_that_request_only(make, caplog):
 
 def test_work_runs_in_the_loops_thread_and_keeps_its_error(make):
     harness = make().start()
-    assert harness.loop.run(threading.current_thread).result(PATIENCE_S).name == "synthesis-loop"
+    assert harness.loop.desk.run(threading.current_thread).result(PATIENCE_S).name == "synthesis-loop"
     with pytest.raises(ZeroDivisionError):
-        harness.loop.run(lambda: 1 / 0).result(PATIENCE_S)
+        harness.loop.desk.run(lambda: 1 / 0).result(PATIENCE_S)
     check_speech(listen(harness.ask("a", "x")), 0, 1)
 
 
@@ -530,7 +531,7 @@ def test_nothing_is_taken_before_the_end_of_the_warm_up(make):
     harness.engine.warmup_gate.close()
     harness.loop.start()
     with pytest.raises(NotReady, match="warming up"):
-        harness.loop.reserve("a")
+        harness.loop.desk.reserve("a")
 
 
 def test_a_failing_warm_up_is_a_failed_loop(make):
@@ -546,7 +547,7 @@ def test_a_warm_up_ends_at_the_next_program_once_told_to_stop(make, caplog):
     harness.loop.start()
     stopper = threading.Thread(target=harness.loop.stop)
     stopper.start()
-    while harness.loop.state is not LoopState.STOPPED:
+    while harness.loop.desk.state is not LoopState.STOPPED:
         pass
     harness.engine.warmup_gate.open()
     stopper.join(PATIENCE_S)
@@ -557,9 +558,9 @@ def test_draining_finishes_what_is_here_and_takes_nothing_new(make):
     harness = make().start()
     harness.engine.gate.close()
     mailbox = harness.ask("a", "w " * 5, seed=6)
-    harness.loop.drain()
+    harness.loop.desk.drain()
     with pytest.raises(Draining):
-        harness.loop.reserve("b")
+        harness.loop.desk.reserve("b")
     harness.engine.gate.open()
     check_speech(listen(mailbox), 6, 5)
 
@@ -570,7 +571,7 @@ def test_stopping_tells_those_who_are_left(make):
     running, waiting = harness.ask("a", "w " * 1000), harness.ask("b", "w")
     stopper = threading.Thread(target=harness.loop.stop)
     stopper.start()
-    while harness.loop.state is not LoopState.STOPPED:
+    while harness.loop.desk.state is not LoopState.STOPPED:
         pass
     harness.engine.gate.open()
     stopper.join(PATIENCE_S)

@@ -95,7 +95,7 @@ async def test_load_preemptions_and_callers_that_leave(serve):
         request = tts_pb2.SynthesizeRequest(text="w " * 9, priority=tts_pb2.BATCH)
         batch = running.tts.Synthesize(request, timeout=PATIENCE_S)
         await batch.read()
-        while running.server._loop.load() != (1, 0):
+        while running.server._loop.desk.load() != (1, 0):
             await asyncio.sleep(0.001)
         waiting = running.tts.Synthesize(request, timeout=PATIENCE_S)
         await waiting.read()

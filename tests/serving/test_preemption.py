@@ -9,7 +9,8 @@ import pytest
 from fishjax.engine.sampling_params import SamplingParams
 from fishjax.rpc.v1 import tts_pb2
 from fishjax.speech import load
-from serving.loop import LoopState, SynthesisLoop
+from serving.desk import LoopState
+from serving.loop import SynthesisLoop
 from serving.metrics import Metrics
 from serving.plan import Priority
 from serving.request import Failed, Finished, Frame
@@ -62,8 +63,8 @@ class Harness:
     def ask(self, name, text, seed, priority=Priority.STANDARD, **sampling):
         mailbox = queue.Queue()
         utterance = Recorded(self.speech.utterance(text, (), SamplingParams(0.5, 0.8, 5, seed, **sampling)))
-        self.loop.reserve(name, priority)
-        self.loop.submit(name, utterance, mailbox)
+        self.loop.desk.reserve(name, priority)
+        self.loop.desk.submit(name, utterance, mailbox)
         return utterance, mailbox
 
 

@@ -50,14 +50,14 @@ async def leave(running, text, after):
 
 async def idle(running):
     async with asyncio.timeout(PATIENCE_S):
-        while running.server._loop.load() != (0, 0):
+        while running.server._loop.desk.load() != (0, 0):
             await asyncio.sleep(0.01)
 
 
 async def settled(running):
     """The step that was in flight is read, and its arrays are gone: work is done between two steps."""
     for _ in range(2):
-        await asyncio.wrap_future(running.server._loop.run(lambda: None))
+        await asyncio.wrap_future(running.server._loop.desk.run(lambda: None))
 
 
 def device_bytes():

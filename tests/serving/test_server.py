@@ -20,7 +20,7 @@ from fishjax.errors import EngineFailed, InvalidRequest, NotReady
 from fishjax.rpc.v1 import tts_pb2
 from serving._testing import FakeEngine, FakeSpeech, frame_level
 from serving.config import ServerConfig
-from serving.loop import LoopState
+from serving.desk import LoopState
 from serving.server import build
 
 PATIENCE_S = 10.0
@@ -84,7 +84,7 @@ async def until(condition):
 
 
 async def idle(running):
-    await until(lambda: running.server._loop.load() == (0, 0))
+    await until(lambda: running.server._loop.desk.load() == (0, 0))
 
 
 async def test_pcm_messages_in_order(serve):
@@ -253,7 +253,7 @@ async def test_each_class_is_refused_by_its_own_queue(serve):
         for priority in (tts_pb2.PRIORITY_UNSPECIFIED, tts_pb2.BATCH, tts_pb2.REALTIME, tts_pb2.STANDARD):
             calls.append(running.tts.Synthesize(request("w " * 9, priority=priority), timeout=PATIENCE_S))
             assert (await calls[-1].read()).HasField("header")
-            await until(lambda: running.server._loop.load()[0] == 1)
+            await until(lambda: running.server._loop.desk.load()[0] == 1)
         for priority in (tts_pb2.BATCH, tts_pb2.REALTIME, tts_pb2.STANDARD):
             error = await refused(running, request(priority=priority))
             assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
@@ -269,7 +269,7 @@ async def test_batch_is_preempted_and_says_so(serve):
         running.engine.gate.close()
         batch = running.tts.Synthesize(request("w " * 9, priority=tts_pb2.BATCH), timeout=PATIENCE_S)
         assert (await batch.read()).HasField("header")
-        await until(lambda: running.server._loop.load() == (1, 0))
+        await until(lambda: running.server._loop.desk.load() == (1, 0))
         urgent = running.tts.Synthesize(request("w w", priority=tts_pb2.REALTIME), timeout=PATIENCE_S)
         assert (await urgent.read()).HasField("header")
         running.engine.gate.open()
@@ -289,7 +289,7 @@ async def test_who_cannot_start_in_time_costs_no_step(serve):
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await rest(late)
         assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
-        await until(lambda: running.server._loop.load() == (1, 0))
+        await until(lambda: running.server._loop.desk.load() == (1, 0))
         running.engine.gate.open()
         assert (await rest(ahead))[-1].summary.num_frames == 9
         assert [entry[0] for entry in running.engine.trace].count("prefill") == 1
@@ -303,10 +303,10 @@ async def test_a_caller_that_goes_away_frees_its_slot_within_two_steps(serve, wh
         if when == "while waiting":
             ahead = running.tts.Synthesize(request("w " * 50), timeout=PATIENCE_S)
             await ahead.read()
-            await until(lambda: running.server._loop.load() == (1, 0))
+            await until(lambda: running.server._loop.desk.load() == (1, 0))
         call = running.tts.Synthesize(request("w " * 5), timeout=PATIENCE_S)
         assert (await call.read()).HasField("header")
-        await until(lambda: running.server._loop.load() == ((1, 1) if when == "while waiting" else (1, 0)))
+        await until(lambda: running.server._loop.desk.load() == ((1, 1) if when == "while waiting" else (1, 0)))
         steps = {"before the first chunk": 0, "in the middle": 3, "at the end": 5, "while waiting": 0}[when]
         for step in range(steps):
             engine.gate.allow(1)
@@ -314,7 +314,7 @@ async def test_a_caller_that_goes_away_frees_its_slot_within_two_steps(serve, wh
                 assert (await call.read()).audio.num_frames == 1
         call.cancel()
         if when == "while waiting":
-            await until(lambda: running.server._loop.load() == (1, 0))
+            await until(lambda: running.server._loop.desk.load() == (1, 0))
             ahead.cancel()
         await idle(running)  # freed though the gate is closed: no step is needed to give the slot up
         before = len(engine.runs)
@@ -338,7 +338,7 @@ async def test_many_that_go_away_leave_nothing_behind(serve, caplog):
         for start in range(0, 200, 20):
             await asyncio.gather(*(leave(start + i) for i in range(20)))
         await idle(running)
-        assert running.server._loop._requests == {}
+        assert running.server._loop.desk._requests == {}
         await speak(running, request())
     assert [record for record in caplog.records if record.levelname in ("ERROR", "CRITICAL")] == []
 
@@ -361,7 +361,7 @@ async def test_a_fault_in_a_step_is_a_clear_status_and_not_serving(serve, caplog
         running.engine.gate.close()
         calls = [running.tts.Synthesize(request("w " * 50), timeout=PATIENCE_S)]
         assert (await calls[0].read()).HasField("header")
-        await until(lambda: running.server._loop.load()[0] == 1)
+        await until(lambda: running.server._loop.desk.load()[0] == 1)
         calls.append(running.tts.Synthesize(request("w " * 50), timeout=PATIENCE_S))
         assert (await calls[1].read()).HasField("header")
         running.engine.fault = RuntimeError("device lost at /secret/path")
@@ -425,7 +425,7 @@ async def test_stopping_while_warming_up(serve):
     engine.warmup_gate.close()
     async with serve(engine, wait_ready=False) as running:
         pass
-    assert running.server._loop.state is LoopState.STOPPED
+    assert running.server._loop.desk.state is LoopState.STOPPED
     assert not running.server._loop._thread.is_alive()
 
 
@@ -435,7 +435,7 @@ async def test_draining_lets_running_speech_end(serve):
         call = running.tts.Synthesize(request("w " * 5), timeout=PATIENCE_S)
         assert (await call.read()).HasField("header")
         stopping = asyncio.create_task(running.server.stop(drain_s=PATIENCE_S))
-        await until(lambda: running.server._loop.state is LoopState.DRAINING)
+        await until(lambda: running.server._loop.desk.state is LoopState.DRAINING)
         running.engine.gate.open()
         answers = await rest(call)
         assert answers[-1].summary.num_frames == 5
@@ -456,7 +456,7 @@ async def test_server_info(serve):
         calls = [running.tts.Synthesize(request("w " * 9), timeout=PATIENCE_S) for _ in range(3)]
         for call in calls:
             await call.read()
-        await until(lambda: running.server._loop.load() == (1, 2))
+        await until(lambda: running.server._loop.desk.load() == (1, 2))
         info = await running.tts.GetServerInfo(tts_pb2.GetServerInfoRequest())
         assert info.version == fishjax.__version__
         assert (info.model, info.sample_rate_hz, info.samples_per_frame, info.num_codebooks) == ("fake", 22050, 4, 3)
