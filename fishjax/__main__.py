@@ -61,6 +61,7 @@ def say(
     from fishjax.audio.encode import write_wav
     from fishjax.engine.compile_cache import default_folder, keep_compiled
     from fishjax.engine.sampling_params import SamplingParams
+    from fishjax.engine.xla_flags import set_xla_flags
     from fishjax.speech import load
 
     # Everything that can be wrong is looked at before the model is loaded and compiled.
@@ -73,6 +74,7 @@ def say(
     clip = _read_clip(voice, voice_text)
 
     started = time.perf_counter()
+    set_xla_flags()
     keep_compiled(default_folder())
     with StatusLine() as status:
         speech = load(model, num_slots=1, max_len=max_len, precision=precision, progress=status)

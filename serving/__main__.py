@@ -123,8 +123,10 @@ def serve(
     read_keys(settings)
     from fishjax.engine.compile_cache import default_folder, keep_compiled
     from fishjax.engine.engine import sound_group_for
+    from fishjax.engine.xla_flags import set_xla_flags
     from fishjax.speech import load
 
+    set_xla_flags()
     keep_compiled(compile_cache or default_folder())
     speech = load(
         model,

@@ -114,6 +114,9 @@ def main() -> int:
     if kind == "torch":
         from . import peers_torch as side
     elif kind == "step":
+        from fishjax.engine.xla_flags import set_xla_flags
+
+        set_xla_flags()
         from .step import measure as side
     else:
         from . import measure_jax as side
