@@ -1,6 +1,7 @@
 """The fast operations of speech decoding. Each works alone; nothing here imports fishjax."""
 
 from ._dispatch import Backend, chip_backend, comes_first
+from .append_kv.api import append_kv
 from .between_attentions.api import between_attentions
 from .between_attentions.reference import After, Before
 from .block_scaled_matmul.api import block_scaled_matmul
@@ -26,6 +27,7 @@ __all__ = [
     "FastWeights",
     "MxScaled",
     "ScaledKV",
+    "append_kv",
     "between_attentions",
     "block_scaled_matmul",
     "chip_backend",

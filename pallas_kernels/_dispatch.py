@@ -38,6 +38,7 @@ COMES_FIRST: dict[str, tuple[str, ...]] = {
     "decode_attention": (HOPPER,),
     "fast_frame": (),
     "between_attentions": (),
+    "append_kv": (),
 }
 Kernel = TypeVar("Kernel")
 

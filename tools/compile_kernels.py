@@ -47,6 +47,7 @@ OPS = (
     "swiglu_mlp",
     "decode_attention",
     "between_attentions",
+    "append_kv",
 )
 ROWS = (1, 64, 128)
 
@@ -127,6 +128,10 @@ def calls(chip: str) -> Iterator[tuple[str, str, Callable, tuple]]:
         if op == "between_attentions":
             for spec in specs.SPECS:
                 yield op, spec.name, functools.partial(kernel.between_attentions, eps=1e-6), spec.arguments()
+            continue
+        if op == "append_kv":
+            for spec in specs.SPECS:
+                yield op, spec.name, kernel.append_kv, spec.arguments()
             continue
         if op == "decode_attention":
             for spec in specs.SPECS:

@@ -13,9 +13,14 @@ import jax.numpy as jnp
 
 from fishjax.config import ModelConfig
 from fishjax.model.block import attend_masked
-from pallas_kernels import ScaledKV, decode_attention, quantize_kv
+from pallas_kernels import Backend, ScaledKV, append_kv, decode_attention, quantize_kv
 
-_decode_attention = jax.jit(decode_attention)  # one trace and one lowering for all layers
+# One trace and one lowering for all layers.
+_decode_attention = jax.jit(decode_attention)
+_append_kv = jax.jit(append_kv, static_argnames="backend")
+
+Half = jax.Array | ScaledKV
+"""Keys or values of one layer, (B, G, S, d)."""
 
 
 @jax.tree_util.register_dataclass
@@ -26,8 +31,8 @@ class KVCache:
     Each is an array, or `ScaledKV` for FP8.
     """
 
-    k_BGSd: tuple[jax.Array | ScaledKV, ...]
-    v_BGSd: tuple[jax.Array | ScaledKV, ...]
+    k_BGSd: tuple[Half, ...]
+    v_BGSd: tuple[Half, ...]
 
     @property
     def max_len(self) -> int:
@@ -40,7 +45,7 @@ def init_cache(config: ModelConfig, batch: int, max_len: int, dtype=jnp.float32)
     slow = config.slow
     shape = (batch, slow.num_kv_heads, max_len, slow.head_dim)
 
-    def zeros() -> jax.Array | ScaledKV:
+    def zeros() -> Half:
         if jnp.dtype(dtype) == jnp.float8_e4m3fn:
             return ScaledKV(jnp.zeros(shape, jnp.float8_e4m3fn), jnp.ones(shape[:3], jnp.float32))
         return jnp.zeros(shape, dtype)
@@ -49,8 +54,25 @@ def init_cache(config: ModelConfig, batch: int, max_len: int, dtype=jnp.float32)
     return KVCache(k_BGSd=tuple(zeros() for _ in layers), v_BGSd=tuple(zeros() for _ in layers))
 
 
-def write(cache: jax.Array | ScaledKV, rows_BTGd: jax.Array, start_B: jax.Array) -> jax.Array | ScaledKV:
-    """Put T rows of each slot at its positions start .. start + T - 1; rows that fall outside are dropped."""
+def write(
+    k_BGSd: Half,
+    v_BGSd: Half,
+    k_BTGd: jax.Array,
+    v_BTGd: jax.Array,
+    start_B: jax.Array,
+    *,
+    backend: Backend | None = None,
+) -> tuple[Half, Half]:
+    """Put T keys and values of each slot at its positions start .. start + T - 1; rows that fall outside are dropped.
+
+    One column goes into an FP8 cache through `append_kv`, whose back end `backend` is.
+    """
+    if k_BTGd.shape[1] == 1 and isinstance(k_BGSd, ScaledKV) and isinstance(v_BGSd, ScaledKV):
+        return _append_kv(k_BTGd[:, 0], v_BTGd[:, 0], k_BGSd, v_BGSd, start_B, backend=backend)
+    return _put(k_BGSd, k_BTGd, start_B), _put(v_BGSd, v_BTGd, start_B)
+
+
+def _put(cache: Half, rows_BTGd: jax.Array, start_B: jax.Array) -> Half:
     batch, length, num_heads = rows_BTGd.shape[:3]
     # All leading axes are indexed, in their order: where one is skipped, XLA's scatter on a GPU first transposes the
     # whole cache and afterwards transposes it back.
@@ -68,9 +90,7 @@ def write(cache: jax.Array | ScaledKV, rows_BTGd: jax.Array, start_B: jax.Array)
     return put(cache, rows_BTGd)
 
 
-def attend_cached(
-    q_BTHd: jax.Array, k_BGSd: jax.Array | ScaledKV, v_BGSd: jax.Array | ScaledKV, start_B: jax.Array
-) -> jax.Array:
+def attend_cached(q_BTHd: jax.Array, k_BGSd: Half, v_BGSd: Half, start_B: jax.Array) -> jax.Array:
     """Attention of T queries at positions start .. start + T - 1 over the cache rows at or before each one.
 
     A single query that lies outside the cache reads nothing and gets zeros.
@@ -85,5 +105,5 @@ def attend_cached(
     return attend_masked(q_BTHd, k_BGSd, v_BGSd, mask_BTS)
 
 
-def _plain(half_BGSd: jax.Array | ScaledKV, dtype) -> jax.Array:
+def _plain(half_BGSd: Half, dtype) -> jax.Array:
     return half_BGSd.dequantize().astype(dtype) if isinstance(half_BGSd, ScaledKV) else half_BGSd

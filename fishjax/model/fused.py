@@ -1,6 +1,6 @@
 """The two transformers of a decode step through kernels that hold many operations each.
 
-    slow: between_attentions ─► q, k, v ─► cache, attention ─► between_attentions ─► ...
+    slow: between_attentions ─► q, k, v ─► append_kv, attention ─► between_attentions ─► ...
     fast: fast_frame, its draws included
 
 Kernels are asked for by name, come they first or not: who steps in this way wants no references in their place.
@@ -32,6 +32,8 @@ from pallas_kernels import (
     fast_frame,
     fast_weights,
 )
+from pallas_kernels.append_kv import api as append
+from pallas_kernels.append_kv import config as append_limits
 from pallas_kernels.between_attentions import api as between
 from pallas_kernels.fast_frame import api as frame
 from pallas_kernels.fast_frame import config as frame_layout
@@ -49,6 +51,8 @@ def why_not(model: DualAR, num_slots: int) -> str | None:
             return f"the {name} transformer's weights are not FP8 with 128 x 128 scales"
         if part.qkv_bias or part.o_bias:
             return f"the {name} transformer's projections have biases"
+    if reason := append_limits.can_run(config.slow.num_kv_heads, config.slow.head_dim):
+        return f"the slow transformer's keys and values: {reason}"
     if fast.qk_norm:
         return "the fast transformer normalises queries and keys"
     if fast.head_dim != _BLOCK:
@@ -82,9 +86,11 @@ def slow_step(slow: SlowTransformer, x_BD: jax.Array, start_B: jax.Array, cache:
 
     def attend(q_B1Hd: jax.Array, k_B1Gd: jax.Array, v_B1Gd: jax.Array) -> jax.Array:
         layer = len(keys)
-        keys.append(write(cache.k_BGSd[layer], k_B1Gd, start_B))
-        values.append(write(cache.v_BGSd[layer], v_B1Gd, start_B))
-        return attend_cached(q_B1Hd, keys[layer], values[layer], start_B)
+        halves = cache.k_BGSd[layer], cache.v_BGSd[layer]
+        k_BGSd, v_BGSd = write(*halves, k_B1Gd, v_B1Gd, start_B, backend=chip_backend(append.KERNELS))
+        keys.append(k_BGSd)
+        values.append(v_BGSd)
+        return attend_cached(q_B1Hd, k_BGSd, v_BGSd, start_B)
 
     x_DB, o_BK, before = x_BD.T.astype(jnp.float32), None, None
     for layer in slow.layers:

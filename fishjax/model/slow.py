@@ -81,9 +81,10 @@ class SlowTransformer(nnx.Module):
 
         def attend(q_BTHd: jax.Array, k_BTGd: jax.Array, v_BTGd: jax.Array) -> jax.Array:
             layer = len(keys)
-            keys.append(write(cache.k_BGSd[layer], k_BTGd, start_B))
-            values.append(write(cache.v_BGSd[layer], v_BTGd, start_B))
-            return attend_cached(q_BTHd, keys[layer], values[layer], start_B)
+            k_BGSd, v_BGSd = write(cache.k_BGSd[layer], cache.v_BGSd[layer], k_BTGd, v_BTGd, start_B)
+            keys.append(k_BGSd)
+            values.append(v_BGSd)
+            return attend_cached(q_BTHd, k_BGSd, v_BGSd, start_B)
 
         for layer in self.layers:
             x_BTD = layer(x_BTD, table_BTd2, attend)

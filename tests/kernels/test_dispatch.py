@@ -27,6 +27,7 @@ def calls():
     w = pk.quantize_blocks(jnp.ones((128, 128)), (128, 128))
     gate_up = pk.quantize_blocks(jnp.ones((256, 128)), (128, 128))
     kv = jnp.ones((2, 1, 64, 64), jnp.bfloat16)
+    kv8, row = pk.quantize_kv(kv), jnp.ones((2, 1, 64), jnp.bfloat16)
     norm = jnp.ones(128)
     layer = pk.FastLayer(
         norm,
@@ -40,6 +41,7 @@ def calls():
     draws = pk.Draws(jnp.ones(2), jnp.ones(2), jnp.ones(2, int), jnp.zeros((2, 2, 128)))
     return {
         "fast_frame": lambda b: pk.fast_frame(x, jnp.ones(2, int), frame, draws, backend=b),
+        "append_kv": lambda b: pk.append_kv(row, row, kv8, kv8, jnp.ones(2, int), backend=b),
         "between_attentions": lambda b: pk.between_attentions(x.T, None, None, pk.After(norm, w), eps=1e-6, backend=b),
         "quantize_blocks": lambda b: pk.quantize_blocks(x, backend=b),
         "quantize_mx": lambda b: pk.quantize_mx(x, backend=b),

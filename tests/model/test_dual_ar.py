@@ -165,9 +165,23 @@ def test_a_slot_does_not_depend_on_the_others(model):
 def test_rows_outside_the_cache_are_dropped(model):
     cache = init_cache(model.config, 2, 8)
     rows = jnp.ones((2, 3, 2, 16))
-    k = write(cache.k_BGSd[0], rows, jnp.array([6, 8]))
+    k, v = write(cache.k_BGSd[0], cache.v_BGSd[0], rows, 2 * rows, jnp.array([6, 8]))
     np.testing.assert_array_equal(k[0, 0, :, 0], [0, 0, 0, 0, 0, 0, 1, 1])
+    np.testing.assert_array_equal(v, 2 * k)
     assert not np.any(k[1])
+
+
+def test_fp8_rows_written_one_by_one_are_those_written_at_once(model):
+    cache = init_cache(model.config, 2, 8, jnp.float8_e4m3fn)
+    k, v = jax.random.normal(jax.random.key(0), (2, 2, 3, 2, 16), jnp.bfloat16)
+    start = jnp.array([2, 6])
+    at_once = write(cache.k_BGSd[0], cache.v_BGSd[0], k, v, start)
+    halves = cache.k_BGSd[0], cache.v_BGSd[0]
+    for t in range(3):
+        halves = write(*halves, k[:, t : t + 1], v[:, t : t + 1], start + t)
+    assert np.any(halves[0].values_BGSd[1, :, 7]) and not np.any(halves[0].values_BGSd[1, :, :6])
+    for one_by_one, together in zip(jax.tree.leaves(halves), jax.tree.leaves(at_once), strict=True):
+        np.testing.assert_array_equal(one_by_one, together)
 
 
 def test_cache_writes_in_place_when_donated(model):

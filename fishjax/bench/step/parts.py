@@ -54,7 +54,7 @@ PARTS: dict[str, tuple[tuple[Any, str, Callable], ...]] = {
     "sampling": ((sampling, "sample_semantic", _greedy), (sampling, "sample_code", _greedy)),
     "fast transformer": ((FastTransformer, "frame", _one_code),),
     "attention and cache": (
-        (slow, "write", lambda cache, rows, start: cache),
+        (slow, "write", lambda k_cache, v_cache, *_: (k_cache, v_cache)),
         (slow, "attend_cached", lambda q, k, v, start: q),
     ),
     "slow matmuls and head": (
