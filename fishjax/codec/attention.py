@@ -75,21 +75,21 @@ class Attention(nnx.Module):
         hidden, so a row restarts by start = 0 alone. Rows outside `run_B` write nothing.
         """
         q, k, v = self._qkv(x_BTD, rope_BTd2)
-        (old_k, old_v), window, steps = kv, self.window, x_BTD.shape[1]
+        window, steps = self.window, x_BTD.shape[1]
+        query_BT = start_B[:, None] + jnp.arange(steps)[None]
         place_S = jnp.arange(window)[None]
+        if steps == 1:
+            # The one new key takes the place of the one that leaves the window: written first, the ring is all there is
+            # to look at, which takes fewer launches than the ring and the key by themselves.
+            kv = _written(kv, (k, v), query_BT, run_B)
+            return self._merge(_attend(q, [(*kv, (place_S <= query_BT)[:, None])])), kv
         # The newest position before start_B that falls in each place; negative: never written.
         held_BS = start_B[:, None] - 1 - (start_B[:, None] - 1 - place_S) % window
-        query_BT = start_B[:, None] + jnp.arange(steps)[None]
         old_mask = _sees(query_BT[:, :, None], held_BS[:, None], window) & (held_BS >= 0)[:, None]
-        out = _attend(q, [(old_k, old_v, old_mask), (k, v, window_mask(steps, window)[None])])
+        out = _attend(q, [(*kv, old_mask), (k, v, window_mask(steps, window)[None])])
         kept = min(steps, window)
-        row_B1 = jnp.arange(x_BTD.shape[0])[:, None]
-        place_BT = jnp.where(run_B[:, None], query_BT[:, steps - kept :] % window, window)
-        new_k, new_v = (
-            old.at[row_B1, place_BT].set(new[:, steps - kept :].astype(old.dtype), mode="drop")
-            for old, new in ((old_k, k), (old_v, v))
-        )
-        return self._merge(out), (new_k, new_v)
+        newest = k[:, steps - kept :], v[:, steps - kept :]
+        return self._merge(out), _written(kv, newest, query_BT[:, steps - kept :], run_B)
 
     def _qkv(self, x_BTD: jax.Array, rope_BTd2: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         q, k, v = jnp.split(self.wqkv(x_BTD), 3, axis=-1)
@@ -98,6 +98,17 @@ class Attention(nnx.Module):
 
     def _merge(self, out_BTHd: jax.Array) -> jax.Array:
         return self.wo(out_BTHd.reshape(*out_BTHd.shape[:2], -1))
+
+
+def _written(kv: KV, new: KV, position_BT: jax.Array, run_B: jax.Array) -> KV:
+    """The ring with keys and values of some positions in their places; rows outside `run_B` write nothing."""
+    window = kv[0].shape[1]
+    row_B1 = jnp.arange(position_BT.shape[0])[:, None]
+    place_BT = jnp.where(run_B[:, None], position_BT % window, window)
+    k, v = (
+        ring.at[row_B1, place_BT].set(part.astype(ring.dtype), mode="drop") for ring, part in zip(kv, new, strict=True)
+    )
+    return k, v
 
 
 def _in_blocks(x_BTHd: jax.Array, size: int) -> jax.Array:

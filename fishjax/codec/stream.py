@@ -10,7 +10,9 @@ stated longest length, `max_frames`, that its table covers.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 import jax
 import jax.numpy as jnp
@@ -26,12 +28,13 @@ class CodecStreamState:
     """Row b belongs to stream b; every array has the row axis first.
 
     `position_B` int32: frames decoded so far. `rings`: per `post_module` layer keys and values (B, window, H, d).
-    `tails`: past inputs of the upsampling stages and of the decoder.
+    `tails_BN`: past inputs of the upsampling stages and of the decoder, side by side: one array is carried over in one
+    or two kernels, dozens of small ones take as many launches.
     """
 
     position_B: jax.Array
     rings: tuple[KV, ...]
-    tails: tuple[Tail, Tail]
+    tails_BN: jax.Array
     max_frames: int = field(metadata={"static": True})
 
 
@@ -45,7 +48,7 @@ def init_stream(codec: Codec, batch: int, max_frames: int) -> CodecStreamState:
     return CodecStreamState(
         position_B=jnp.zeros((batch,), jnp.int32),
         rings=quantizer.post_module.empty_kv(batch, dtype),
-        tails=(quantizer.expand_silence(batch, dtype), codec.decoder.silence(batch, dtype)),
+        tails_BN=_side_by_side(_silence(codec, batch)),
         max_frames=max_frames,
     )
 
@@ -60,23 +63,34 @@ def stream_decode(
     """
     position_B = jnp.where(reset_B, 0, state.position_B)
     # A restarted row's ring needs no clearing: places whose position is not yet reached are hidden.
-    tails = jax.tree.map(lambda tail: jnp.where(_rows(reset_B, tail), 0, tail), state.tails)
+    tails_BN = jnp.where(reset_B[:, None], 0, state.tails_BN)
+    tails = _apart(tails_BN, jax.eval_shape(lambda: _silence(codec, tails_BN.shape[0])))
     quantizer = codec.quantizer
     z_BTC, rings = quantizer.post_module.stream_positions(
         quantizer.lookup(codes_BKF), state.rings, position_B, run_B, state.max_frames
     )
     z_BTC, expand_tail = quantizer.expand(z_BTC, tails[0])
     audio_BT1, decoder_tail = codec.decoder.stream(z_BTC, tails[1])
-    new_tails = jax.tree.map(
-        lambda new, old: jnp.where(_rows(run_B, new), new, old), (expand_tail, decoder_tail), state.tails
-    )
     return CodecStreamState(
         position_B=jnp.where(run_B, position_B + codes_BKF.shape[2], state.position_B),
         rings=rings,
-        tails=new_tails,
+        tails_BN=jnp.where(run_B[:, None], _side_by_side((expand_tail, decoder_tail)), state.tails_BN),
         max_frames=state.max_frames,
     ), audio_BT1[..., 0]
 
 
-def _rows(mask_B: jax.Array, like: jax.Array) -> jax.Array:
-    return mask_B.reshape(-1, *(1,) * (like.ndim - 1))
+def _silence(codec: Codec, batch: int) -> tuple[Tail, Tail]:
+    """The tails before any signal, as the blocks know them."""
+    dtype = codec.quantizer.post_module.norm.weight.dtype
+    return codec.quantizer.expand_silence(batch, dtype), codec.decoder.silence(batch, dtype)
+
+
+def _side_by_side(tails: Tail) -> jax.Array:
+    return jnp.concatenate([tail.reshape(tail.shape[0], -1) for tail in jax.tree.leaves(tails)], axis=1)
+
+
+def _apart(tails_BN: jax.Array, like: Tail) -> Tail:
+    leaves, tree = jax.tree.flatten(like)
+    ends = list(accumulate(math.prod(leaf.shape[1:]) for leaf in leaves))
+    pieces = jnp.split(tails_BN, ends[:-1], axis=1)
+    return jax.tree.unflatten(tree, [piece.reshape(leaf.shape) for piece, leaf in zip(pieces, leaves, strict=True)])

@@ -109,7 +109,7 @@ def test_nothing_of_an_earlier_stream_is_left_after_a_reset(tiny, step, codes, w
     np.testing.assert_array_equal(sound, clean_sound)
     np.testing.assert_allclose(sound, whole[:3, : sound.shape[1]], atol=TOLERANCE)
     np.testing.assert_array_equal(after.position_B, clean.position_B)
-    assert same(jax.tree.leaves(after.tails), jax.tree.leaves(clean.tails))
+    assert same(jax.tree.leaves(after.tails_BN), jax.tree.leaves(clean.tails_BN))
 
 
 def test_a_slot_moves_to_another_row_and_goes_on(tiny, step, codes, whole):

@@ -24,7 +24,7 @@ def floor_bytes(rig: Rig) -> int:
     live = num_bytes(rig.state.cache) * int(rig.case.lengths_B.sum()) // (rig.case.slots * rig.case.max_len)
     quantizer = codec.quantizer
     sound = _bytes(quantizer.post_module) + _bytes(quantizer.upsample) + _bytes(codec.decoder)
-    state = num_bytes(rig.codec_state) + num_bytes(rig.codec_state.tails)  # read; the tails are written, too
+    state = num_bytes(rig.codec_state) + num_bytes(rig.codec_state.tails_BN)  # read; the tails are written, too
     return slow + (config.num_codebooks - 1) * fast + live + sound + state
 
 
