@@ -15,7 +15,16 @@ import numpy as np
 from flax import nnx
 
 from fishjax.config import TransformerConfig
-from fishjax.model.layers import FeedForward, FusedFeedForward, HeadRMSNorm, Linear, RMSNorm, apply_rope, rope_table
+from fishjax.model.layers import (
+    FeedForward,
+    FusedFeedForward,
+    HeadRMSNorm,
+    Linear,
+    RMSNorm,
+    apply_rope,
+    head_rms_norm,
+    rope_table,
+)
 
 # (q_BTHd, k_BTGd, v_BTGd) -> o_BTHd
 AttendFn = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
@@ -40,10 +49,14 @@ class Attention(nnx.Module):
     def mix(self, qkv_BTN: jax.Array, table_BTd2: jax.Array, attend: AttendFn) -> jax.Array:
         """What lies between the two projections: heads, norms, rotation, `attend`; (B, T, H d)."""
         heads_BTHd = qkv_BTN.reshape(*qkv_BTN.shape[:2], -1, self.head_dim)
-        q_BTHd, k_BTGd, v_BTGd = jnp.split(heads_BTHd, [self.num_heads, self.num_heads + self.num_kv_heads], axis=2)
-        if self.q_norm is not None and self.k_norm is not None:
-            q_BTHd, k_BTGd = self.q_norm(q_BTHd), self.k_norm(k_BTGd)
-        o_BTHd = attend(apply_rope(q_BTHd, table_BTd2), apply_rope(k_BTGd, table_BTd2), v_BTGd)
+        num_rotated = self.num_heads + self.num_kv_heads
+        rotated_BTHd, v_BTGd = heads_BTHd[:, :, :num_rotated], heads_BTHd[:, :, num_rotated:]
+        if self.q_norm is not None and self.k_norm is not None:  # as one: on a GPU each costs a launch a layer
+            is_query_H1 = jnp.arange(num_rotated)[:, None] < self.num_heads
+            weight_Hd = jnp.where(is_query_H1, self.q_norm.weight[...], self.k_norm.weight[...])
+            rotated_BTHd = head_rms_norm(rotated_BTHd, weight_Hd, self.q_norm.eps)
+        rotated_BTHd = apply_rope(rotated_BTHd, table_BTd2)
+        o_BTHd = attend(rotated_BTHd[:, :, : self.num_heads], rotated_BTHd[:, :, self.num_heads :], v_BTGd)
         return o_BTHd.reshape(*qkv_BTN.shape[:2], -1)
 
 

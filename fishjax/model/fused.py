@@ -92,15 +92,17 @@ def slow_step(slow: SlowTransformer, x_BD: jax.Array, start_B: jax.Array, cache:
         values.append(v_BGSd)
         return attend_cached(q_B1Hd, k_BGSd, v_BGSd, start_B)
 
-    x_DB, o_BK, before = x_BD.T.astype(jnp.float32), None, None
+    B, o_BK, before = len(x_BD), None, None
+    # M: as many tokens as the kernel works on, so that no layer pads and cuts.
+    x_DM = jnp.pad(x_BD.T.astype(jnp.float32), ((0, 0), (0, between.whole_tokens(B) - B)))
     for layer in slow.layers:
         wqkv, wo, w_gate_up, w_down = _weights(layer)
         after = After(_value(layer.attention_norm.weight), wqkv)
-        x_DB, qkv_BN = _between_attentions(x_DB, o_BK, before, after, **options)
-        o_BK = layer.attention.mix(qkv_BN[:, None], table_B1d2, attend)[:, 0]
+        x_DM, qkv_MN = _between_attentions(x_DM, o_BK, before, after, **options)
+        o_BK = layer.attention.mix(qkv_MN[:B, None], table_B1d2, attend)[:, 0]
         before = Before(wo, _value(layer.ffn_norm.weight), w_gate_up, w_down)
-    x_DB, _ = _between_attentions(x_DB, o_BK, before, None, **options)
-    return x_DB.T.astype(x_BD.dtype), KVCache(k_BGSd=tuple(keys), v_BGSd=tuple(values))
+    x_DM, _ = _between_attentions(x_DM, o_BK, before, None, **options)
+    return x_DM[:, :B].T.astype(x_BD.dtype), KVCache(k_BGSd=tuple(keys), v_BGSd=tuple(values))
 
 
 def frame_codes(hidden_BD: jax.Array, semantic_B: jax.Array, weights: FastWeights, draws: Draws) -> jax.Array:

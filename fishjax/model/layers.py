@@ -70,7 +70,12 @@ class HeadRMSNorm(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Any shape (..., head width); the type is kept."""
-        return (_normalise(x, self.eps) * self.weight[...].astype(jnp.float32)).astype(x.dtype)
+        return head_rms_norm(x, self.weight[...], self.eps)
+
+
+def head_rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
+    """The same as a function: `weight` (..., head width)."""
+    return (_normalise(x, eps) * weight.astype(jnp.float32)).astype(x.dtype)
 
 
 def _normalise(x: jax.Array, eps: float) -> jax.Array:
