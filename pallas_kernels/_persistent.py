@@ -29,7 +29,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from ._mosaic import LINE, REDUCED, load, over_tile, over_tile_rows, signal, tiled, wait_for
+from ._mosaic import LINE, REDUCED, load, over_tile, over_tile_rows, signal, silu, tiled, wait_for
 from .quantize_blocks.reference import INVERSE_MAX, SMALLEST_SCALE
 from .types import BLOCK, E4M3_MAX
 
@@ -238,7 +238,7 @@ def scale_of(top):
 
 def rounded(value, scale):
     """What becomes e4m3, still float32."""
-    quotient = jnp.clip(value / over_rows(scale, value.shape), -E4M3_MAX, E4M3_MAX)
+    quotient = jnp.clip(value * over_rows(1.0 / scale, value.shape), -E4M3_MAX, E4M3_MAX)
     return jnp.where(jnp.abs(value) <= _LARGEST, quotient, jnp.nan)
 
 
@@ -365,9 +365,9 @@ class Walker:
 
             rows = pl.ds(0, m.scale_rows)
             scales = load(x_scale_g.at[pl.ds(scales_from, m.scale_rows)], strided(m.scale_rows, c.M), optimized=False)
+            prepared = prepare()  # its loads are on their way together with those of the scales
             s.x_scale[self.thread, rows] = scales
             plgpu.commit_smem()
-            prepared = prepare()
             zeros = plgpu.layout_cast(jnp.zeros((HALF, c.M), f32), ACC)
             finish(prepared, tile, split, *lax.fori_loop(0, steps, step, (zeros,) * m.mats))
 
@@ -477,7 +477,7 @@ class Walker:
                 tokens, columns = pl.ds(group * tm, tm), slice(group * tm, (group + 1) * tm)
                 r = over_rows(inverse_rms[group], (HALF, tm))
                 g, u = gate[:, columns] * r, up[:, columns] * r
-                a = g / (1.0 + jnp.exp(-g)) * u
+                a = silu(g) * u
                 s.top[2 * group + self.thread, pl.ds(0, tm)] = self.top_of(a)
                 plgpu.commit_smem()
                 plgpu.barrier_arrive(s.pair)

@@ -39,9 +39,11 @@ TOLERANCES: dict[tuple[str, str], Tolerance] = {
     ("between_attentions", "qkv"): Tolerance(
         4e-2, "of a residual within 4e-3, one in twenty e4m3 values of its norm rounds to the neighbour: 1.5e-2, twice"
     ),
-    ("fast_frame", "float32"): Tolerance(1e-5, "median over slots and positions: float32 sums in another order"),
+    ("fast_frame", "float32"): Tolerance(1e-5, "a slot: float32 sums in another order, 3e-7 measured"),
     ("fast_frame", "one value flipped"): Tolerance(
-        5e-2, "every slot: one inner value of 256 on the other side of an FP8 boundary, two layers before the logits"
+        0.1,
+        "one slot in sixteen: sums in another order put one of its 10,000 e4m3 values on the other side of a boundary, "
+        "and others after it; 5.6e-2 measured at width 256",
     ),
     ("decode_attention", "bfloat16"): Tolerance(4e-3, "output rounding, plus probabilities rounded to bfloat16"),
     ("decode_attention", "float32"): Tolerance(1e-5, "float32 softmax and sums over at most 32,768 positions"),

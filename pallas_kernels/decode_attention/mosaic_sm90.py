@@ -17,6 +17,7 @@ adds weight / s. Queries become float16 too: bfloat16 is exact there up to 65,50
 
 from __future__ import annotations
 
+import functools
 import math
 
 import jax
@@ -72,12 +73,18 @@ def decode_attention(
         lengths_B = -lengths_B
     o, lse = launch(q_BGRd, caches, lengths_B, slots, H // G, scale, config, interpret, chip)
     if config.splits > 1:
-        lse = lse[..., : H // G]
-        top = jnp.max(lse, axis=2, keepdims=True)
-        weight = jnp.exp2(lse - jnp.where(jnp.isneginf(top), 0.0, top))
-        total = jnp.sum(weight, axis=2)
-        o = jnp.sum(o * weight[..., None], axis=2) / jnp.where(total == 0.0, 1.0, total)[..., None]
+        o = merged(o, lse[..., : H // G, None])
     return o.reshape(B, H, d).astype(jnp.bfloat16)
+
+
+def merged(o_BGPRd: jax.Array, lse_BGPR1: jax.Array) -> jax.Array:
+    """The parts of each (slot, kv head) as one, (B, G, R, d). Term by term, which XLA makes one launch of."""
+    parts = [(o_BGPRd[:, :, i], lse_BGPR1[:, :, i]) for i in range(o_BGPRd.shape[2])]
+    top = functools.reduce(jnp.maximum, (lse for _, lse in parts))
+    weights = [jnp.exp2(lse - jnp.where(jnp.isneginf(top), 0.0, top)) for _, lse in parts]
+    total = sum(weights[1:], start=weights[0])
+    terms = [o * weight for (o, _), weight in zip(parts, weights, strict=True)]
+    return sum(terms[1:], start=terms[0]) / jnp.where(total == 0.0, 1.0, total)
 
 
 def pick(k_cache, chip: Chip = SM90) -> Config:
@@ -177,15 +184,15 @@ def launch(
             (logits,) = chip.products([(k, q_smem.T)], tile, logits_scratch)
             logits = logits * to_log2
             if fp8:
-                v_scale = broadcast(load(rings[3].at[slot], row_layout), tile, 0, chip)
-                k_scale = broadcast(load(rings[2].at[slot], row_layout), tile, 0, chip)
-                logits = logits * k_scale + jnp.log2(v_scale)
+                k_scale, v_scale = (load(ring.at[slot], row_layout) for ring in rings[2:4])
+                weaker = broadcast(1.0 / v_scale, tile, 0, chip)  # of a row once, not of each of its elements
+                logits = logits * broadcast(k_scale, tile, 0, chip) + broadcast(jnp.log2(v_scale), tile, 0, chip)
             live = plgpu.broadcasted_iota(jnp.int32, tile, 0, layout=chip.layout) < left
             logits = jnp.where(live, logits, -jnp.inf)
             new_top = jnp.maximum(top, jnp.max(logits, axis=0))
             shrink = jnp.exp2(top - new_top)
             p = jnp.exp2(logits - over_rows(new_top))
-            total = total * over_rows(shrink) + (jnp.where(live, p / v_scale, 0.0) if fp8 else p)
+            total = total * over_rows(shrink) + (jnp.where(live, p * weaker, 0.0) if fp8 else p)
             p_smem.T[...] = plgpu.layout_cast(p.astype(wide), chip.transposed)
             plgpu.commit_smem()
 
@@ -211,7 +218,7 @@ def launch(
         )
         total = jnp.sum(total, axis=0)
         safe = jnp.where(total == 0.0, 1.0, total)
-        average = o / broadcast(safe, o.shape, 1, chip)
+        average = o * broadcast(1.0 / safe, o.shape, 1, chip)
         o_smem.T[...] = plgpu.layout_cast(average, chip.transposed)
         if splits == 1:
             rows = load(o_smem, plgpu.Layout.WG_STRIDED(o_smem.shape, vec_size=4), optimized=False)

@@ -262,7 +262,7 @@ def _launch(p: Plan, given: _Given, weights: FastWeights, interpret) -> tuple[ja
                 return acc[...]
 
             o = pl.run_scoped(weigh, plgpu.WGMMAAccumulatorRef((BLOCK, columns), f32))
-            o = o / over_rows(total, o.shape)
+            o = o * over_rows(1.0 / total, o.shape)
             scale = scale_of(walk.top_of(o))
             own.o.T[...] = plgpu.layout_cast(rounded(o, scale), plgpu.Layout.WGMMA_TRANSPOSED)
             own.scale[...] = scale

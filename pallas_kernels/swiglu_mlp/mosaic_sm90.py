@@ -19,7 +19,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from .. import _tuned
 from .._chip import SM90, Chip, broadcast
-from .._mosaic import LANE, REDUCED, load, over_tile_rows, tiled
+from .._mosaic import LANE, REDUCED, load, over_tile_rows, silu, tiled
 from ..block_scaled_matmul import mosaic_sm90 as matmul
 from ..prepare import prepare_weights
 from ..quantize_blocks.mosaic_sm90 import quantize_rows, scale_shape
@@ -163,7 +163,7 @@ def _gate_up(x_MD, x_scale_KbM, w_gate_up: BlockScaled, tile_m: int, config: Con
         gate, up = lax.fori_loop(0, steps, step, (zeros, zeros))
         if config.early:
             plgpu.griddepcontrol_launch_dependents()
-        a = gate / (1.0 + jnp.exp(-gate)) * up
+        a = silu(gate) * up
 
         def top_of(value):
             """Largest finite magnitude of each column."""
@@ -179,7 +179,7 @@ def _gate_up(x_MD, x_scale_KbM, w_gate_up: BlockScaled, tile_m: int, config: Con
             scale = jnp.where(amax == 0.0, 1.0, jnp.maximum(amax * INVERSE_MAX, SMALLEST_SCALE))
             row_smem[half, pl.ds(0, tokens)] = scale
             for at, value in enumerate(parts):
-                quotient = jnp.clip(value / broadcast(scale, tile, 1, chip), -E4M3_MAX, E4M3_MAX)
+                quotient = jnp.clip(value * broadcast(1.0 / scale, tile, 1, chip), -E4M3_MAX, E4M3_MAX)
                 quotient = jnp.where(jnp.abs(value) <= _LARGEST, quotient, jnp.nan)
                 # FP8 cannot be stored transposed: float32 goes to shared memory and comes back as rows.
                 y_smem.at[half, at].T[...] = plgpu.layout_cast(quotient, chip.transposed)

@@ -27,11 +27,13 @@ FP8 = cases.POLICIES[0]
 
 def test_the_grid_holds_every_combination_once():
     grid = cases.grid()
-    assert len({case.key for case in grid}) == len(grid) == 16
+    assert len({case.key for case in grid}) == len(grid) == 20
     assert {case.slots for case in grid} == {1, 4, 16, 64}
     assert {(case.precision.slow, case.precision.fast, case.precision.kv) for case in grid} == {
-        ("bf16", "bf16", "bf16"), ("fp8", "bf16", "bf16"), ("fp8", "fp8", "bf16"), ("fp8", "fp8", "fp8")
+        ("bf16", "bf16", "bf16"), ("fp8", "fp8", "bf16"), ("fp8", "fp8", "fp8")
     }  # fmt: skip
+    assert {case.fused for case in grid if case.precision.fast == "fp8"} == {True, False}
+    assert not any(case.fused for case in grid if case.precision.fast == "bf16")
     assert all(case.precision.codec == "bf16" for case in grid)
 
 
@@ -188,7 +190,7 @@ def change(results, part, **fields):
 
 def test_a_whole_run_passes_and_survives_json(results, tmp_path):
     whole = json.loads(json.dumps(document(results, tmp_path)))
-    assert check.problems(whole, cases.grid()) == [] and len(whole["rows"]) == 16
+    assert check.problems(whole, cases.grid()) == [] and len(whole["rows"]) == 20
     row = whole["rows"][0]
     assert (row["slots"], row["peer_xla_bf16_ms"]) == (64, 6.0)
     assert row["frames_per_s"] == pytest.approx(64e3 / 2.56)
@@ -250,6 +252,7 @@ def test_peers_share_the_process_of_their_bf16_case_or_have_their_own():
     ] * 4
     alone = run.make_tasks([StepCase("s2_pro", 1, FP8)], trace=False)
     assert [[(t.case.policy, t.part) for t in batch] for batch in alone] == [[(FP8, "engine")], [("bf16", "peer")]]
+    assert all("parts" not in [t.part for t in batch] for batch in batches if batch[0].case.fused)
 
 
 def test_a_trace_is_a_table_that_adds_up(results, tmp_path):

@@ -16,7 +16,7 @@ from fishjax.errors import InvalidRequest
 from fishjax.weights.precision import Precision
 
 SLOTS = (64, 1, 16, 4)
-POLICIES = ("slow=fp8,fast=fp8,head=fp8,kv=fp8", "bf16", "slow=fp8", "slow=fp8,fast=fp8")
+POLICIES = ("slow=fp8,fast=fp8,head=fp8,kv=fp8", "bf16", "slow=fp8,fast=fp8,head=fp8")
 """On top of bf16 for everything. Both in the order of their worth: a budget cuts the last ones."""
 PEER_POLICY = "bf16"
 MAX_LEN = 1024
@@ -77,18 +77,16 @@ class StepCase:
 
 def grid() -> list[StepCase]:
     """Every combination that a frozen file must hold."""
-    return [StepCase("s2_pro", slots, policy) for policy, slots in itertools.product(POLICIES, SLOTS)]
+    return _forms("s2_pro", POLICIES, SLOTS)
 
 
 def tiny_grid() -> list[StepCase]:
     """Small cases for a machine without a GPU: they show that everything runs, and measure nothing of note."""
-    return [StepCase("tiny", 2, policy) for policy in POLICIES[:2]]
+    return _forms("tiny", POLICIES[:2], [2])
 
 
-def select(
-    cases: Iterable[StepCase], slots: Sequence[int] | None, policies: Sequence[str] | None, fused: bool = False
-) -> list[StepCase]:
-    """The cases asked for; slots and policies that are not in the grid are made, and `fused` steps where they can be.
+def select(cases: Iterable[StepCase], slots: Sequence[int] | None, policies: Sequence[str] | None) -> list[StepCase]:
+    """The cases asked for; slots and policies that are not in the grid are made.
 
     Raises InvalidRequest for a number of slots or a policy that cannot be.
     """
@@ -97,11 +95,17 @@ def select(
     counts = slots or tuple(dict.fromkeys(case.slots for case in cases))
     if any(count < 1 for count in counts):
         raise InvalidRequest(f"--slots must be at least 1, not {min(counts)}")
-    chosen = [StepCase(cases[0].model, count, policy) for policy in wanted for count in counts]
-    both = [case for case in chosen if (case.precision.slow, case.precision.fast) == ("fp8", "fp8")]
-    if fused and not both:
-        raise InvalidRequest("--fused needs a policy with slow=fp8 and fast=fp8")
-    return [replace(case, fused=True) for case in both if fused] + chosen
+    return _forms(cases[0].model, wanted, counts)
+
+
+def _forms(model: str, policies: Iterable[str], counts: Iterable[int]) -> list[StepCase]:
+    """Of each policy and number of slots the fused step, where both transformers are FP8, and the other one."""
+    found = []
+    for policy, slots in itertools.product(policies, counts):
+        case = StepCase(model, slots, policy)
+        both = (case.precision.slow, case.precision.fast) == ("fp8", "fp8")
+        found += [replace(case, fused=True), case] if both else [case]
+    return found
 
 
 def _tiny() -> ModelConfig:

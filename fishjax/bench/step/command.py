@@ -22,7 +22,6 @@ def step(
         list[str] | None,
         typer.Option(help="Precision on top of bf16: slow=fp8,kv=fp8; may be repeated", show_default="four of them"),
     ] = None,
-    fused: Annotated[bool, typer.Option("--fused", help="Also the step of fused kernels, for FP8 policies")] = False,
     trace: Annotated[bool, typer.Option("--trace", help="Also print where the time of a step goes, by part")] = False,
     budget: BudgetOption = math.inf,
     out: OutOption = None,
@@ -42,13 +41,13 @@ def step(
     if check:
         frozen.check("step", found_in, out, freeze)
         return
-    chosen = cases.select(cases.grid(), slots, policy, fused)
+    chosen = cases.select(cases.grid(), slots, policy)
     if freeze and set(chosen) != set(cases.grid()):
-        raise InvalidRequest("--freeze takes the whole grid: leave --slots, --policy and --fused out")
+        raise InvalidRequest("--freeze takes the whole grid: leave --slots and --policy out")
     run = start(out, budget)
     if not run.on_gpu:
         frozen.say("no GPU was found: a tiny model runs, which measures nothing of note, and nothing is frozen")
-        chosen, freeze = cases.select(cases.tiny_grid(), slots, policy, fused), False
+        chosen, freeze = cases.select(cases.tiny_grid(), slots, policy), False
     results = run.measure(make_tasks(chosen, trace))
     document = make_document(header_of(run), chosen, results, frozen.BASELINES)
     if out:

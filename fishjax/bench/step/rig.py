@@ -58,7 +58,7 @@ class Rig:
             lambda m: prepared_weight(quantize_head(slice_head(m, end), precision.head)), self.model
         )
         if case.fused and (reason := why_not(self.model, case.slots)):
-            raise InvalidRequest(f"--fused: {reason}")
+            raise InvalidRequest(f"the fused step cannot be: {reason}")
         self.frame_weights = nnx.eval_shape(_frame_weights, self.model) if case.fused else None
         kv_dtype = precision.kv_dtype
         self.state = jax.eval_shape(lambda: new_state(config, case.slots, case.max_len, kv_dtype))

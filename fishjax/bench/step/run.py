@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,8 @@ from ..pool import LIMITS_S, Task
 from ..run import Result, Run
 from .cases import CYCLE, LENGTHS, LENGTHS_SEED, PEER_POLICY, StepCase
 
-WORKERS = 4
+WORKERS = max(1, min(6, (os.cpu_count() or 1) // 4))
+"""Cases that are compiled side by side."""
 STEP_LIMITS_S = {**LIMITS_S, "compile": 300.0, "run": 90.0}
 _SAMPLER = "two draws, repetition-aware, nine codes; {0.temperature:g}, {0.top_p:g}, {0.top_k}".format
 METHOD = (
@@ -30,7 +32,8 @@ METHOD = (
     "peer_xla_bf16_ms: the same frame, greedy, in plain bfloat16 jnp and XLA convolutions, one jitted program with "
     "donated caches. device_bytes: what the process holds on the device in the middle of it; predicted_bytes: what the "
     "engine plans, without rows on their way. floor_ms: weights (the fast transformer's nine times), live keys and "
-    "values, codec and its state, over the streaming rate. "
+    "values, codec and its state, over the streaming rate. A fused row steps through between_attentions, append_kv and "
+    "fast_frame by name. XLA is told what an engine tells it (`fishjax.engine.xla_flags`), for the peers too. "
     "Every case in a process of its own; nothing else uses the GPU while one is timed."
 )
 
