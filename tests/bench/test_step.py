@@ -198,7 +198,7 @@ def test_a_whole_run_passes_and_survives_json(results, tmp_path):
     assert row["gate"] is None and "no frozen gate" in row["gate_reason"]
     assert row["kv"] == "fp8" and row["lengths"]["mean"] == pytest.approx(544, abs=1)
     text = tables.step_table(whole)
-    assert "25,000" in text and "| 2.40 |" in text and text.count("\n") == 17
+    assert "25,000" in text and "| 2.40 |" in text and text.count("\n") == 21
 
 
 def test_a_frozen_gate_of_the_device_speaks_in_the_rows(results, tmp_path):
