@@ -54,7 +54,8 @@ def make_kernels_header(
 
 def start(out: Path | None, num_workers: int, budget_s: float) -> Run:
     """A run of this suite."""
-    return Run("kernels", {"jax": num_workers, "torch": 1}, out, budget_s, _progress)
+    workers = {"jax": num_workers, "torch": max(1, num_workers // 4)}
+    return Run("kernels", workers, out, budget_s, _progress)
 
 
 def measure(run: Run, batches: list[list[Task]]) -> list[Result]:
