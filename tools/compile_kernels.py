@@ -50,6 +50,8 @@ OPS = (
     "append_kv",
 )
 ROWS = (1, 64, 128)
+SHARED = ("_chip.py", "_mosaic.py", "_chain.py", "_persistent.py")
+"""Sources of more than one op."""
 
 
 @dataclass(frozen=True)
@@ -188,7 +190,7 @@ def compiled(op: str, chip: str, shape: str, call: Callable, operands: tuple, de
 
 def sources() -> list[Path]:
     """What a kernel's machine code comes from, relative to the repository."""
-    found = [ROOT / "pallas_kernels" / name for name in ("_chip.py", "_persistent.py")]
+    found = [ROOT / "pallas_kernels" / name for name in SHARED]
     for op in OPS:
         folder = ROOT / "pallas_kernels" / op
         found += [*folder.glob("mosaic_*.py"), *folder.glob("config*.py")]

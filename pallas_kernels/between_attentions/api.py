@@ -5,10 +5,9 @@ from __future__ import annotations
 import jax
 
 from .. import _dispatch
-from .._persistent import tokens_of
+from .._chain import Config, tokens_of
 from ..types import BLOCK
 from . import mosaic_sm90, reference
-from .config import Config
 from .reference import After, Before
 
 OP = "between_attentions"

@@ -3,24 +3,9 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
 
-from .._persistent import Chain, Matmul, chain, tokens_of
+from .._chain import Chain, Config, Matmul, chain, tokens_of
 from ..types import BLOCK
-
-
-@dataclass(frozen=True)
-class Config:
-    """Choices of the kernel. `blocks`: all resident at once, one per SM; `x_stages`: activation tiles in flight.
-
-    `splits_*`: parts of K.
-    """
-
-    blocks: int = 132
-    splits_qkv: int = 2
-    splits_wo: int = 6
-    splits_down: int = 6
-    x_stages: int = 4
 
 
 def configs_to_try() -> list[Config]:

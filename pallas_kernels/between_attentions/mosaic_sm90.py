@@ -19,12 +19,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from .. import _tuned
+from .._chain import Config, Residual, can_run
 from .._dispatch import need_capability
 from .._mosaic import LANE, load
-from .._persistent import ACC, Residual, Walker, bf16, can_run, f32, mesh, over_rows, scratch
+from .._persistent import ACC, Walker, bf16, f32, mesh, over_rows, scratch
 from ..prepare import prepare_weights
 from ..types import BLOCK, BlockScaled
-from .config import Config, plan
+from .config import plan
 from .reference import After, Before
 
 

@@ -4,27 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .._persistent import HALF, MAX_TOKENS, Chain, Matmul, can_run, chain, tokens_of
+from .._chain import HALF, MAX_TOKENS, Chain, Config, Matmul, can_run, chain, tokens_of
 from ..types import BLOCK
 
 POSITIONS = 16
 """Positions that a slot's keys have room for: 4 slots fill one 64-row tile."""
 SLOTS = HALF // POSITIONS
 """Slots of one attention tile."""
-
-
-@dataclass(frozen=True)
-class Config:
-    """Choices of the frame kernel. `blocks`: all resident at once, one per SM; `x_stages`: activation tiles in flight.
-
-    `splits_*`: parts of K.
-    """
-
-    blocks: int = 132
-    splits_qkv: int = 2
-    splits_wo: int = 6
-    splits_down: int = 6
-    x_stages: int = 4
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Literal
 
 from .._chip import SM90, Chip
-from .._mosaic import REDUCED
 from ..types import BLOCK
 
 SHARED_BYTES = 227 * 1024
@@ -18,13 +17,11 @@ class Config:
 
     blocks_per_group: blocks of one cluster that share a group of 128 columns of F, the width of a scale.
     stages: depth of the ring of 128-wide steps of D in shared memory.
-    warpgroups: 1, or on Hopper 2 that share a block's weights and take half of a 64-row tile each.
     early: start loading weights before the kernel that quantises x has ended (programmatic dependent launch).
     """
 
     blocks_per_group: Literal[1, 2] = 2
     stages: int = 4
-    warpgroups: Literal[1, 2] = 1
     early: bool = False
 
 
@@ -39,8 +36,7 @@ def shared_bytes(config: Config, M: int, D: int) -> int:
     ring = config.stages * (2 * columns + M) * BLOCK
     pushed = columns * M * 4 if config.blocks_per_group > 1 else 0
     scales = (steps + 3) // 4 * 4 * M * 4 + 2 * (steps + 31) // 32 * 128 + max(M, 32) * 4
-    reduced = 2 * REDUCED * 4 if config.warpgroups > 1 else 0
-    return ring + pushed + scales + reduced + BLOCK * M * (4 + 1)
+    return ring + pushed + scales + BLOCK * M * (4 + 1)
 
 
 def can_run(config: Config, M: int, D: int, F: int, chip: Chip = SM90) -> str | None:
@@ -52,10 +48,8 @@ def can_run(config: Config, M: int, D: int, F: int, chip: Chip = SM90) -> str | 
         return f"D = {D} and F = {F} must be multiples of {BLOCK}"
     if config.blocks_per_group not in (1, 2):
         return f"blocks_per_group = {config.blocks_per_group} is neither 1 nor 2"
-    if BLOCK // config.blocks_per_group not in chip.rows or (config.warpgroups == 2 and chip is not SM90):
+    if BLOCK // config.blocks_per_group not in chip.rows:
         return f"{config} is not written for compute capability {chip.capability}"
-    if config.warpgroups not in (1, 2) or (config.warpgroups == 2 and most != M):
-        return f"warpgroups = {config.warpgroups} is not 1, or 2 with M = {most} (here {M})"
     if config.stages < 1:
         return f"stages = {config.stages} must be at least 1"
     if (used := shared_bytes(config, M, D)) > SHARED_BYTES - 4096:
@@ -70,7 +64,5 @@ def default_config(M: int, chip: Chip = SM90) -> Config:
 
 def configs_to_try(M: int, D: int, F: int) -> list[Config]:
     """What the tuner times."""
-    found = [
-        Config(b, stages, w, early) for w in (1, 2) for b in (2, 1) for stages in (2, 3, 4) for early in (False, True)
-    ]
+    found = [Config(b, stages, early) for b in (2, 1) for stages in (2, 3, 4) for early in (False, True)]
     return [c for c in found if c.stages <= D // BLOCK and can_run(c, M, D, F) is None]

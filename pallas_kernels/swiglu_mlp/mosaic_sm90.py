@@ -19,7 +19,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from .. import _tuned
 from .._chip import SM90, Chip, broadcast
-from .._mosaic import LANE, REDUCED, load, over_tile_rows, silu, tiled
+from .._mosaic import LANE, load, silu, tiled
 from ..block_scaled_matmul import mosaic_sm90 as matmul
 from ..prepare import prepare_weights
 from ..quantize_blocks.mosaic_sm90 import quantize_rows, scale_shape
@@ -85,23 +85,21 @@ def _gate_up(x_MD, x_scale_KbM, w_gate_up: BlockScaled, tile_m: int, config: Con
     M, D = x_MD.shape
     w_NK, w_scale_NbKb = w_gate_up.values_NK, w_gate_up.scale_NbKb
     F = w_NK.shape[0] // 2
-    steps, blocks, warpgroups = D // BLOCK, config.blocks_per_group, config.warpgroups
+    steps, blocks = D // BLOCK, config.blocks_per_group
     columns = BLOCK // blocks  # of F, in one block
-    tokens = tile_m // warpgroups
     stages = min(config.stages, steps)
-    tile = (columns, tokens)
+    tile = (columns, tile_m)
     chip_types = chip.scratch(tile, 2)
     f32, fp8 = jnp.float32, x_MD.dtype
     scales = scale_shape(M, F)
-    line = min(scales[1], max_tile_m(chip)) // warpgroups
+    line = min(scales[1], max_tile_m(chip))
 
     def body(x_gmem, x_scale_gmem, w_gmem, w_scale_gmem, a_gmem, a_scale_gmem, *scratch):
         (x_smem, w_smem, x_scale_smem, w_scale_smem, y_smem, a_smem, row_smem), rest = scratch[:7], scratch[7:]
-        loaded, read, scales_loaded, reduced, *rest = rest
+        loaded, scales_loaded, *rest = rest
         chip_scratch, cluster_scratch = rest[: len(chip_types)], rest[len(chip_types) :]
         group = lax.axis_index("group")
         part = lax.axis_index("part") if blocks > 1 else jnp.int32(0)
-        half = lax.axis_index("half") if warpgroups > 1 else jnp.int32(0)
         # Row tiles of the same weights are neighbours in time: the second one reads them from L2.
         m, t = lax.rem(group, M // tile_m), lax.div(group, M // tile_m)
 
@@ -112,24 +110,19 @@ def _gate_up(x_MD, x_scale_KbM, w_gate_up: BlockScaled, tile_m: int, config: Con
                 plgpu.copy_gmem_to_smem(w_gmem.at[at], w_smem.at[slot, side], loaded.at[slot])
 
         def fetch_x(i, slot):
-            for share in range(warpgroups):
-                at = (pl.ds(m * tile_m + share * tokens, tokens), pl.ds(i * BLOCK, BLOCK))
-                plgpu.copy_gmem_to_smem(x_gmem.at[at], x_smem.at[slot, share], loaded.at[slot])
+            at = (pl.ds(m * tile_m, tile_m), pl.ds(i * BLOCK, BLOCK))
+            plgpu.copy_gmem_to_smem(x_gmem.at[at], x_smem.at[slot], loaded.at[slot])
 
-        @pl.when(half == 0)
-        def _begin():
-            for slot in range(stages):
-                fetch_w(slot, slot)
-            for side in range(2):
-                at = side * (F // BLOCK) + t
-                plgpu.copy_gmem_to_smem(w_scale_gmem.at[at], w_scale_smem.at[side], scales_loaded)
-            if config.early:
-                plgpu.griddepcontrol_wait()
-            for slot in range(stages):
-                fetch_x(slot, slot)
-            x_scales = x_scale_gmem.at[:, pl.ds(m * tile_m, tile_m)]
-            plgpu.copy_gmem_to_smem(x_scales, x_scale_smem, scales_loaded)
-
+        for slot in range(stages):
+            fetch_w(slot, slot)
+        for side in range(2):
+            at = side * (F // BLOCK) + t
+            plgpu.copy_gmem_to_smem(w_scale_gmem.at[at], w_scale_smem.at[side], scales_loaded)
+        if config.early:
+            plgpu.griddepcontrol_wait()
+        for slot in range(stages):
+            fetch_x(slot, slot)
+        plgpu.copy_gmem_to_smem(x_scale_gmem.at[:, pl.ds(m * tile_m, tile_m)], x_scale_smem, scales_loaded)
         plgpu.barrier_wait(scales_loaded)
 
         def step(i, totals):
@@ -137,22 +130,15 @@ def _gate_up(x_MD, x_scale_KbM, w_gate_up: BlockScaled, tile_m: int, config: Con
             plgpu.barrier_wait(loaded.at[slot])
 
             # This warpgroup has read the slot when it has the products.
-            pairs = [(w_smem.at[slot, side], x_smem.at[slot, half].T) for side in range(2)]
+            pairs = [(w_smem.at[slot, side], x_smem.at[slot].T) for side in range(2)]
             partials = chip.products(pairs, tile, chip_scratch)
 
             @pl.when(i + stages < steps)
             def _refill():
-                if warpgroups > 1:
-                    plgpu.barrier_arrive(read.at[slot])
+                fetch_w(i + stages, slot)
+                fetch_x(i + stages, slot)
 
-                @pl.when(half == 0)
-                def _fetch():
-                    if warpgroups > 1:
-                        plgpu.barrier_wait(read.at[slot])
-                    fetch_w(i + stages, slot)
-                    fetch_x(i + stages, slot)
-
-            x_scale = load(x_scale_smem.at[i, pl.ds(half * tokens, tokens)], chip.layout.reduce(0))
+            x_scale = load(x_scale_smem.at[i], chip.layout.reduce(0))
             x_scale = broadcast(x_scale, tile, 1, chip)
             return tuple(
                 total + partial * (x_scale * w_scale_smem[side, i])
@@ -167,30 +153,27 @@ def _gate_up(x_MD, x_scale_KbM, w_gate_up: BlockScaled, tile_m: int, config: Con
 
         def top_of(value):
             """Largest finite magnitude of each column."""
-            size = jnp.where(jnp.abs(value) <= _LARGEST, jnp.abs(value), 0.0)
-            if warpgroups == 1:
-                return jnp.max(size, axis=0)
-            return over_tile_rows("max", size, reduced.at[half], interpreted=interpret is not None)
+            return jnp.max(jnp.where(jnp.abs(value) <= _LARGEST, jnp.abs(value), 0.0), axis=0)
 
         def finish(parts):
             """Quantise the group's 128 columns, `columns` from each block, and write them."""
             tops = [top_of(value) for value in parts]
             amax = tops[0] if blocks == 1 else jnp.maximum(*tops)
             scale = jnp.where(amax == 0.0, 1.0, jnp.maximum(amax * INVERSE_MAX, SMALLEST_SCALE))
-            row_smem[half, pl.ds(0, tokens)] = scale
+            row_smem[pl.ds(0, tile_m)] = scale
             for at, value in enumerate(parts):
                 quotient = jnp.clip(value * broadcast(1.0 / scale, tile, 1, chip), -E4M3_MAX, E4M3_MAX)
                 quotient = jnp.where(jnp.abs(value) <= _LARGEST, quotient, jnp.nan)
                 # FP8 cannot be stored transposed: float32 goes to shared memory and comes back as rows.
-                y_smem.at[half, at].T[...] = plgpu.layout_cast(quotient, chip.transposed)
-                rows = plgpu.Layout.WG_STRIDED((tokens, columns), vec_size=4)
-                a_smem[half, at] = load(y_smem.at[half, at], rows, optimized=False).astype(fp8)
+                y_smem.at[at].T[...] = plgpu.layout_cast(quotient, chip.transposed)
+                rows = plgpu.Layout.WG_STRIDED((tile_m, columns), vec_size=4)
+                a_smem[at] = load(y_smem.at[at], rows, optimized=False).astype(fp8)
             plgpu.commit_smem()
-            first = m * tile_m + half * tokens
+            first = m * tile_m
             for at in range(blocks):
-                where = (pl.ds(first, tokens), pl.ds(t * BLOCK + at * columns, columns))
-                plgpu.copy_smem_to_gmem(a_smem.at[half, at], a_gmem.at[where])
-            plgpu.copy_smem_to_gmem(row_smem.at[half], a_scale_gmem.at[t, pl.ds(first, line)])
+                where = (pl.ds(first, tile_m), pl.ds(t * BLOCK + at * columns, columns))
+                plgpu.copy_smem_to_gmem(a_smem.at[at], a_gmem.at[where])
+            plgpu.copy_smem_to_gmem(row_smem, a_scale_gmem.at[t, pl.ds(first, line)])
             plgpu.wait_smem_to_gmem(0)
 
         if blocks == 1:
@@ -200,36 +183,32 @@ def _gate_up(x_MD, x_scale_KbM, w_gate_up: BlockScaled, tile_m: int, config: Con
 
         @pl.when(part == 1)
         def _push():
-            plgpu.async_store_smem(a, pushed_smem.at[half], pushed, cluster_idx=jnp.int32(0), cluster_dim="part")
+            plgpu.async_store_smem(a, pushed_smem, pushed, cluster_idx=jnp.int32(0), cluster_dim="part")
 
         @pl.when(part == 0)
         def _both():
             plgpu.barrier_wait(pushed)
-            finish([a, load(pushed_smem.at[half], chip.layout)])
+            finish([a, load(pushed_smem, chip.layout)])
 
     scratch = [
-        plgpu.SMEM((stages, warpgroups, tokens, BLOCK), fp8, transforms=tiled(BLOCK, fp8)),
+        plgpu.SMEM((stages, tile_m, BLOCK), fp8, transforms=tiled(BLOCK, fp8)),
         plgpu.SMEM((stages, 2, columns, BLOCK), fp8, transforms=tiled(BLOCK, fp8)),
         plgpu.SMEM((x_scale_KbM.shape[0], tile_m), f32),
         plgpu.SMEM((2, w_scale_NbKb.shape[1]), f32),
-        plgpu.SMEM((warpgroups, blocks, tokens, columns), f32),  # neither tiled nor swizzled: stored transposed
-        plgpu.SMEM((warpgroups, blocks, tokens, columns), fp8),
-        plgpu.SMEM((warpgroups, line), f32),
-        plgpu.Barrier(num_arrivals=2 + warpgroups, num_barriers=stages),
-        plgpu.Barrier(num_arrivals=warpgroups, num_barriers=stages),
+        plgpu.SMEM((blocks, tile_m, columns), f32),  # neither tiled nor swizzled: stored transposed
+        plgpu.SMEM((blocks, tile_m, columns), fp8),
+        plgpu.SMEM((line,), f32),
+        plgpu.Barrier(num_arrivals=3, num_barriers=stages),
         plgpu.Barrier(num_arrivals=3),
-        plgpu.SMEM((warpgroups, REDUCED), f32) if warpgroups > 1 else (),
         *chip_types,
     ]
     mesh: dict = {"grid": ((M // tile_m) * (F // BLOCK),), "grid_names": ("group",)}
     if blocks > 1:
         mesh |= {"cluster": (blocks,), "cluster_names": ("part",)}
         scratch += [
-            plgpu.SMEM((warpgroups, *tile), f32, transforms=tiled(tokens, f32)),
-            plgpu.Barrier(num_arrivals=warpgroups),
+            plgpu.SMEM(tile, f32, transforms=tiled(tile_m, f32)),
+            plgpu.Barrier(),
         ]
-    if warpgroups > 1:
-        mesh |= {"num_threads": warpgroups, "thread_name": "half"}
     return plgpu.kernel(
         body,
         out_type=(jax.ShapeDtypeStruct((M, F), fp8), jax.ShapeDtypeStruct(scales, f32)),

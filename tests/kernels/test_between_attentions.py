@@ -10,10 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pallas_kernels._chain import Config
 from pallas_kernels._testing import TOLERANCES, between_oracle, gpu_interpreter, rel_err, run_alone
 from pallas_kernels.between_attentions import api, mosaic_sm90, reference
 from pallas_kernels.between_attentions.arg_specs import SPECS
-from pallas_kernels.between_attentions.config import Config
 from pallas_kernels.quantize_blocks.reference import quantize_blocks
 
 D, K, F, N = 256, 384, 384, 512
@@ -123,6 +123,8 @@ def test_operands_that_do_not_fit_are_refused():
     ):
         with pytest.raises(ValueError, match=match):
             api.between_attentions(*arguments, eps=EPS)
+    with pytest.raises(ValueError, match="less than 1"):
+        Config(splits_wo=0)
     with pytest.raises(NotImplementedError, match="compute capability"):
         api.between_attentions(x, o, before, after, eps=EPS, backend="mosaic")
 

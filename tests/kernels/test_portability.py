@@ -65,7 +65,8 @@ def test_what_compiled_is_what_is_here():
     folder = ROOT / "pallas_kernels"
     ops = {line["op"] for line in COMPILED["rows"]}
     there = {path for op in ops for pattern in ("mosaic_*.py", "config*.py") for path in (folder / op).glob(pattern)}
-    assert {ROOT / name for name in COMPILED["sources"]} == there | {folder / "_chip.py", folder / "_persistent.py"}
+    shared = {folder / name for name in ("_chip.py", "_mosaic.py", "_chain.py", "_persistent.py")}
+    assert {ROOT / name for name in COMPILED["sources"]} == there | shared
     for name, digest in COMPILED["sources"].items():
         assert hashlib.sha256((ROOT / name).read_bytes()).hexdigest()[:16] == digest, name
     assert all(len(line["registers"]) == len(line["spilled"]) > 0 for line in COMPILED["rows"])

@@ -44,17 +44,17 @@ def test_lowers_for_a_blackwell(M, lowered_for):
 
 @pytest.mark.skipif(gpu_interpreter() is None, reason="the GPU interpreter runs FP8 from jax 0.11 on")
 @pytest.mark.parametrize(
-    ("chip", "M", "D", "F", "warpgroups"),
+    ("chip", "M", "D", "F"),
     [
-        ("sm90", 5, 384, 128, 1),
-        ("sm90", 72, 128, 256, 1),
-        ("sm90", 70, 384, 128, 2),
-        ("sm100", 5, 384, 128, 1),
-        ("sm100", 40, 128, 256, 1),
-        ("sm100", 70, 128, 128, 1),
+        ("sm90", 5, 384, 128),
+        ("sm90", 72, 128, 256),
+        ("sm90", 70, 384, 128),
+        ("sm100", 5, 384, 128),
+        ("sm100", 40, 128, 256),
+        ("sm100", 70, 128, 128),
     ],
 )
-def test_interpreter_equals_float64(chip, M, D, F, warpgroups):
+def test_interpreter_equals_float64(chip, M, D, F):
     rng = np.random.default_rng(M)
     x = jnp.asarray(rng.standard_normal((M, D)), jnp.bfloat16)
     gate_up, down = (
@@ -64,7 +64,7 @@ def test_interpreter_equals_float64(chip, M, D, F, warpgroups):
     weights = [(np.asarray(w.values_NK), np.asarray(w.scale_NbKb)) for w in (gate_up, down)]
     ref = swiglu_oracle(np.asarray(x.astype(jnp.float32)), *weights)
     # One block a group: the interpreter has no stores into a peer's shared memory.
-    y = KERNELS[chip](x, gate_up, down, Config(1, 2, warpgroups), interpret=gpu_interpreter())
+    y = KERNELS[chip](x, gate_up, down, Config(1, 2), interpret=gpu_interpreter())
     assert y.shape == (M, D) and rel_err(y, ref) <= TOLERANCES["swiglu_mlp", "bfloat16"].bound
 
 
@@ -72,11 +72,9 @@ def test_can_run_says_what_is_wrong():
     assert "M = 72" in can_run(Config(), 72, SPEC.D, SPEC.F)
     assert "multiples of 128" in can_run(Config(), 8, 100, 128)
     assert "blocks_per_group" in can_run(Config(blocks_per_group=4), 8, SPEC.D, SPEC.F)
-    assert "warpgroups" in can_run(Config(warpgroups=2), 32, SPEC.D, SPEC.F)
     assert "shared memory" in can_run(Config(stages=12), 64, SPEC.D, SPEC.F)
 
 
 def test_can_run_says_what_a_blackwell_does_not():
     assert "8 to 32" in can_run(Config(1), 40, SPEC.D, SPEC.F, SM100)
     assert "10.0" in can_run(Config(2), 32, SPEC.D, SPEC.F, SM100)
-    assert "10.0" in can_run(Config(1, warpgroups=2), 32, SPEC.D, SPEC.F, SM100)
