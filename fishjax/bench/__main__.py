@@ -14,7 +14,7 @@ import typer
 from fishjax.errors import FishjaxError, InvalidRequest
 
 from . import frozen
-from .options import BudgetOption, CheckOption, FreezeOption, JsonOption, OutOption
+from .options import BudgetOption, CheckOption, FreezeOption, JsonOption, OutOption, ResumeOption
 from .serve.command import serve
 from .step.command import step
 
@@ -44,6 +44,7 @@ def kernels(
         int | None, typer.Option(help="Compiling processes [default: half the cores, at most 8]")
     ] = None,
     out: OutOption = None,
+    resume: ResumeOption = False,
     freeze: FreezeOption = False,
     check: CheckOption = False,
     tune: Annotated[
@@ -72,7 +73,7 @@ def kernels(
             ops.check_fields(case.op, fields)
     if freeze and {case.key for case in chosen} != {case.key for case in grid_of.grid()}:
         raise InvalidRequest("--freeze takes the whole grid: leave the filters out")
-    run = suite.start(out, workers or suite.default_workers(), budget)
+    run = suite.start(out, workers or suite.default_workers(), budget, resume)
     if tune:
         _tune(run, chosen, out)
         return

@@ -22,12 +22,17 @@ def make_header(
         "suite": suite,
         "device": device,
         "versions": {"python": platform.python_version(), **versions},
-        "commit": _output(["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]),
+        "commit": commit(),
         "method": method,
         "gpu": gpu,
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "notes": notes,
     }
+
+
+def commit() -> str | None:
+    """Of the checkout that this file lies in; None where there is none."""
+    return _output(["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"])
 
 
 def busy_note() -> str:

@@ -52,10 +52,10 @@ def make_kernels_header(
     return {**make_header("kernels", device, versions, gpu, notes, METHOD), "floor": floor}
 
 
-def start(out: Path | None, num_workers: int, budget_s: float) -> Run:
+def start(out: Path | None, num_workers: int, budget_s: float, resume: bool = False) -> Run:
     """A run of this suite."""
     workers = {"jax": num_workers, "torch": max(1, num_workers // 4)}
-    return Run("kernels", workers, out, budget_s, _progress)
+    return Run("kernels", workers, out, budget_s, _progress, resume)
 
 
 def measure(run: Run, batches: list[list[Task]]) -> list[Result]:

@@ -11,6 +11,9 @@ BudgetOption = Annotated[float, typer.Option("--budget", help="Start no new case
 OutOption = Annotated[
     Path | None, typer.Option("--out", help="JSON file to write; kernels and step: beside a .jsonl journal and a .log")
 ]
+ResumeOption = Annotated[
+    bool, typer.Option("--resume", help="Go on with the journal of --out: same commit, device and versions")
+]
 FreezeOption = Annotated[
     bool,
     typer.Option("--freeze", help="Write fishjax/bench/baselines/<device>/<suite>.json if all is well"),

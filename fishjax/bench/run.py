@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import signal
 import sys
 import tempfile
@@ -12,7 +11,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from .header import see_gpu
+from fishjax.errors import InvalidRequest
+
+from .header import commit, see_gpu
+from .journal import Journal
 from .pool import Pool, Task
 
 Result = tuple[Task, dict[str, Any]]
@@ -23,7 +25,7 @@ class Run:
 
     `workers`: kind -> processes side by side; the first kind is asked what it runs on. `describe` puts a result that
     is not a reason into a few words. `out`: the file that the suite will write; the journal (.jsonl) and the workers'
-    log lie beside it. Other options as `Pool` takes them.
+    log lie beside it. `resume`: go on with that journal. Other options as `Pool` takes them.
     """
 
     def __init__(
@@ -33,12 +35,14 @@ class Run:
         out: Path | None,
         budget_s: float,
         describe: Callable[[Task, dict[str, Any]], str],
+        resume: bool = False,
         **pool_options: Any,
     ):
+        if resume and out is None:
+            raise InvalidRequest("--resume goes on with the journal of --out, and no --out was given")
         self._scratch = tempfile.TemporaryDirectory()
         folder = out.parent if out else Path(self._scratch.name)
         stem = out.stem if out else suite
-        self._journal = (folder / f"{stem}.jsonl").open("w")
         log = (folder / f"{stem}.log").open("wb")
         lock = Path(self._scratch.name) / "gpu.lock"
         self._pools = {kind: Pool(kind, lock, log, **pool_options) for kind in workers}
@@ -52,6 +56,12 @@ class Run:
         probe = first.start()
         self.hello = probe.hello
         first.give_back(probe)
+        identity = {"suite": suite, "commit": commit(), "device": self.hello["device"], "versions": self.versions}
+        try:
+            self._journal = Journal(folder / f"{stem}.jsonl", identity, resume)
+        except InvalidRequest:
+            first.kill()
+            raise
 
     @property
     def on_gpu(self) -> bool:
@@ -66,6 +76,7 @@ class Run:
     def measure(self, batches: list[list[Task]], refused: Mapping[str, str] | None = None) -> list[Result]:
         """Do all tasks; those that could not be done have a result that says why. `refused`: kind -> why none is."""
         self._total = sum(map(len, batches))
+        batches = [rest for batch in batches if (rest := [task for task in batch if not self._has(task)])]
         todo = {kind: [b for b in batches if b[0].kind == kind] for kind in self._pools}
         for kind, reason in (refused or {}).items():
             for task in (task for batch in todo.pop(kind) for task in batch):
@@ -90,19 +101,17 @@ class Run:
         with self._guard:
             return list(self.results)
 
+    def _has(self, task: Task) -> bool:
+        kept = self._journal.kept(task)
+        if kept is not None:
+            self.results.append((task, kept))
+        return kept is not None
+
     def _done(self, task: Task, result: dict[str, Any]) -> None:
         with self._guard:
             seconds = result.pop("stage_s", None)
             self.results.append((task, result))
-            line = {
-                "case": task.case.key,
-                "part": task.part,
-                "options": task.options,
-                "result": result,
-                "stage_s": seconds,
-            }
-            self._journal.write(json.dumps(line) + "\n")
-            self._journal.flush()
+            self._journal.add(task, result, seconds)
             words = result["reason"] if "reason" in result else self._describe(task, result)
             head = f"[{len(self.results)}/{self._total}] {time.monotonic() - self._started:4.0f} s  {task.case.key}"
             print(f"{head}  {task.part}: {words}", file=sys.stderr, flush=True)

@@ -132,7 +132,7 @@ def test_a_real_worker_measures_and_journals(tmp_path):
     assert row["correct"] and row["host_us"] > 0 and row["rel_err"] < row["tolerance"]
     assert row["kernel_us"] is None and "CUPTI" in document["header"]["notes"][0]
     assert "9.0" in results[1][1]["reason"] and "failed" not in results[1][1]
-    assert len((tmp_path / "out.jsonl").read_text().splitlines()) == 2
+    assert len((tmp_path / "out.jsonl").read_text().splitlines()) == 3
 
 
 def test_who_measures_shares_no_core_with_who_compiles(monkeypatch, tmp_path):

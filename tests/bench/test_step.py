@@ -301,7 +301,7 @@ def test_the_command_on_a_cpu(tmp_path):
     assert row["model"] == "tiny" and row["compiles"] == 0 and row["steps"] >= 200 and row["peer_xla_bf16_ms"] > 0
     assert row["device_bytes"] >= row["predicted_bytes"] > 0
     assert sum(part["ms"] for part in trace["parts"]) == pytest.approx(trace["step_ms"])
-    assert len(out.with_suffix(".jsonl").read_text().splitlines()) == 3
+    assert len(out.with_suffix(".jsonl").read_text().splitlines()) == 4
 
 
 def test_the_page_of_a_device_quotes_its_steps(results, tmp_path):

@@ -11,7 +11,7 @@ import typer
 from fishjax.errors import InvalidRequest
 
 from .. import frozen
-from ..options import BudgetOption, CheckOption, FreezeOption, JsonOption, OutOption
+from ..options import BudgetOption, CheckOption, FreezeOption, JsonOption, OutOption, ResumeOption
 
 
 def step(
@@ -25,6 +25,7 @@ def step(
     trace: Annotated[bool, typer.Option("--trace", help="Also print where the time of a step goes, by part")] = False,
     budget: BudgetOption = math.inf,
     out: OutOption = None,
+    resume: ResumeOption = False,
     freeze: FreezeOption = False,
     check: CheckOption = False,
     json_output: JsonOption = False,
@@ -44,7 +45,7 @@ def step(
     chosen = cases.select(cases.grid(), slots, policy)
     if freeze and set(chosen) != set(cases.grid()):
         raise InvalidRequest("--freeze takes the whole grid: leave --slots and --policy out")
-    run = start(out, budget)
+    run = start(out, budget, resume)
     if not run.on_gpu:
         frozen.say("no GPU was found: a tiny model runs, which measures nothing of note, and nothing is frozen")
         chosen, freeze = cases.select(cases.tiny_grid(), slots, policy), False

@@ -38,9 +38,9 @@ METHOD = (
 )
 
 
-def start(out: Path | None, budget_s: float) -> Run:
+def start(out: Path | None, budget_s: float, resume: bool = False) -> Run:
     """A run of this suite."""
-    return Run("step", {"step": WORKERS}, out, budget_s, _progress, limits_s=STEP_LIMITS_S, fresh=True)
+    return Run("step", {"step": WORKERS}, out, budget_s, _progress, resume, limits_s=STEP_LIMITS_S, fresh=True)
 
 
 def make_tasks(cases: Iterable[StepCase], trace: bool) -> list[list[Task]]:
