@@ -24,7 +24,7 @@ from .._mosaic import LANE, load, tiled
 from ..prepare import prepare_weights
 from ..quantize_blocks.mosaic_sm90 import quantize_rows
 from ..types import BLOCK, BlockScaled
-from .config import Config, can_run, default_config, owners_of, scale_rows_of
+from .config import MOST_TOKENS, Config, can_run, default_config, owners_of, scale_rows_of
 
 
 def why_not(M: int, N: int, K: int, config: Config | None = None, chip: Chip = SM90) -> str | None:
@@ -94,8 +94,8 @@ def pick(tile_m: int, rows: int, K: int, chip: Chip = SM90) -> Config:
 
 
 def tile_of(M: int, chip: Chip = SM90) -> int:
-    """Rows of one tile: M rounded up to 8, in equal tiles of at most what the chip's registers hold."""
-    tiles = -(-M // chip.max_tokens)
+    """Rows of one tile: M rounded up to 8, in equal tiles of at most MOST_TOKENS."""
+    tiles = -(-M // min(MOST_TOKENS, chip.max_tokens))
     return -(-M // (8 * tiles)) * 8
 
 
