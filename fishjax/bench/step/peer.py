@@ -1,8 +1,8 @@
 """The same frame in plain bfloat16 jnp: no kernels of ours, greedy, one jitted program with donated caches.
 
 What a careful user gets from XLA alone: layers unrolled, gate and up joined, head sliced, ten fast passes, attention
-over the whole cache behind a mask, the codec as XLA convolutions in the same program. Written apart from the model on
-purpose: it must not become faster or slower with it.
+over the whole cache behind a mask. Written apart from the model on purpose: it must not become faster or slower with
+it. The codec is the engine's own, in the same program: it has no kernels, and the peer may have the better of it.
 """
 
 from __future__ import annotations

@@ -29,11 +29,12 @@ METHOD = (
     "decode_ms, codec_ms: each program alone, read in the same way. codec_group_ms: a call of the codec for "
     f"{GROUP_FRAMES} frames of every slot; grouped_ms_mean: a step where such a call follows each {GROUP_FRAMES}th. "
     f"prefill_ms: a chunk of {CHUNK_COLUMNS} columns read into a slot, one after another. "
-    "peer_xla_bf16_ms: the same frame, greedy, in plain bfloat16 jnp and XLA convolutions, one jitted program with "
-    "donated caches. device_bytes: what the process holds on the device in the middle of it; predicted_bytes: what the "
-    "engine plans, without rows on their way. floor_ms: weights (the fast transformer's nine times), live keys and "
-    "values, codec and its state, over the streaming rate. A fused row steps through between_attentions, append_kv and "
-    "fast_frame by name. XLA is told what an engine tells it (`fishjax.engine.xla_flags`), for the peers too. "
+    "peer_xla_bf16_ms: the same frame, greedy, in plain bfloat16 jnp, the codec as the engine has it, one jitted "
+    "program with donated caches. device_bytes: what the process holds on the device in the middle of it; "
+    "predicted_bytes: what the engine plans, without rows on their way. floor_ms: weights (the fast transformer's nine "
+    "times), live keys and values, codec and its state, over the streaming rate. A fused row steps through "
+    "between_attentions, append_kv and fast_frame by name. XLA is told what an engine tells it "
+    "(`fishjax.engine.xla_flags`), for the peers too. "
     "Every case in a process of its own; nothing else uses the GPU while one is timed."
 )
 
