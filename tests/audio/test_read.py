@@ -77,6 +77,7 @@ def test_lengths_that_work(seconds):
         (sound_file(tone(10.0, 100), 100), "100 Hz"),
         (sound_file(np.full(RATE, np.nan, np.float32), RATE), "not finite"),
     ],
+    ids=lambda value: value if isinstance(value, str) else "",  # a file holds the second in which it was written
 )
 def test_refused_with_the_reason(data, reason):
     with pytest.raises(InvalidRequest, match=reason):
