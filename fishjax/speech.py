@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from fishjax.config import SpeechProfile
+from fishjax.config import Fused, SpeechProfile
 from fishjax.engine.engine import Engine
 from fishjax.engine.sampling_params import SamplingParams
 from fishjax.engine.utterance import Utterance, least_max_len
@@ -104,7 +104,7 @@ def load(
     precision: str | None = None,
     voice_bytes: int = 0,
     sound_group: int = 1,
-    fused: bool | None = None,
+    fused: Fused | None = None,
     progress: Callable[[str], None] | None = None,
     warm: bool = True,
 ) -> SpeechModel:
@@ -143,7 +143,7 @@ def assemble(
     model_name: str,
     voice_bytes: int = 0,
     sound_group: int = 1,
-    fused: bool | None = None,
+    fused: Fused | None = None,
 ) -> SpeechModel:
     """An engine around a model in memory, nothing compiled yet. Raises InvalidRequest for a size that cannot be.
 

@@ -14,6 +14,7 @@ from typing import Annotated
 
 import typer
 
+from fishjax.config import Fused
 from fishjax.errors import FishjaxError
 
 from . import logs
@@ -52,10 +53,9 @@ def serve(
         ),
     ] = None,
     fused: Annotated[
-        bool | None,
+        Fused | None,
         typer.Option(
-            "--fused/--no-fused",
-            help="Whether a step runs the kernels that hold many operations each",
+            help="Transformers that step through kernels of many operations each",
             show_default="where they come first on this chip and know the model",
         ),
     ] = None,

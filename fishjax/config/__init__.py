@@ -4,7 +4,7 @@ Place in the flow: everything below takes one of these; nothing here knows weigh
 """
 
 from .codec import CodecConfig, CodecTransformerConfig
-from .dual_ar import ModelConfig, PromptLayout, s2_pro
+from .dual_ar import Fused, ModelConfig, PromptLayout, s2_pro
 from .files import read_json
 from .profile import SpeechProfile
 from .transformer import TransformerConfig
@@ -12,6 +12,7 @@ from .transformer import TransformerConfig
 __all__ = [
     "CodecConfig",
     "CodecTransformerConfig",
+    "Fused",
     "ModelConfig",
     "PromptLayout",
     "SpeechProfile",

@@ -19,6 +19,8 @@ from .layouts import FLAT_DEFAULTS, flatten_nested
 from .transformer import TransformerConfig
 
 PromptLayout = Literal["chat", "interleave"]
+Fused = Literal["none", "slow", "both"]
+"""Which of the two transformers step through kernels that hold many operations each, see `fishjax.model.fused`."""
 # Fields of `TransformerConfig` and what the flat layout calls them.
 _SIZES = {
     "dim": "dim",

@@ -24,6 +24,7 @@ import numpy as np
 
 from fishjax.codec import Codec
 from fishjax.codec.stream import init_stream
+from fishjax.config import Fused
 from fishjax.engine import memory, steps
 from fishjax.engine.chunks import SMALLEST_CHUNK, Chunk, cut, widths
 from fishjax.engine.prefix import Prefix
@@ -39,7 +40,7 @@ from fishjax.model.fused import frame_weights, why_not
 from fishjax.weights.precision import Precision
 from fishjax.weights.prepare import prepared_weight
 from fishjax.weights.quantize import quantize_head
-from pallas_kernels import FastWeights, comes_first
+from pallas_kernels import comes_first
 
 CHUNK_COLUMNS = 256
 """Of a prompt, read at a time: the longest that a step waits for somebody else's prompt."""
@@ -109,11 +110,11 @@ class Engine:
     `precision` says how the head and the cache are kept (the weights come as they are); `max_reference_s` is the
     longest reference clip in seconds; at most `chunk_columns` of a prompt (None: what suits the platform) are read
     between two steps; snapshots of voices may take `voice_bytes`. With `sound_group` above 1, sound of a segment's
-    frames after its first ones is not made by `step` but by `sound`, so many frames at a time. `fused` steps both
-    transformers through fused kernels (None: where they come first on this chip and know the model). `memory` is what
-    all of it takes, `voices` what is known of snapshots, `references` makes codes of clips. Not thread-safe: one loop
-    owns it. Raises InvalidRequest for sizes that cannot be, or that the device has no room for; so does every verb,
-    before it changes anything, for a slot that is not there, is named twice, or holds nothing to do this to.
+    frames after its first ones is not made by `step` but by `sound`, so many frames at a time. `fused` says which
+    transformers step through fused kernels (None: where those come first on this chip and know the model). `memory` is
+    what all of it takes, `voices` what is known of snapshots, `references` makes codes of clips. Not thread-safe: one
+    loop owns it. Raises InvalidRequest for sizes that cannot be, or that the device has no room for; so does every
+    verb, before it changes anything, for a slot that is not there, is named twice, or holds nothing to do this to.
     """
 
     def __init__(
@@ -129,7 +130,7 @@ class Engine:
         chunk_columns: int | None = None,
         voice_bytes: int = 0,
         sound_group: int = 1,
-        fused: bool | None = None,
+        fused: Fused | None = None,
         model_name: str = "fishjax",
     ):
         config = model.config
@@ -149,13 +150,17 @@ class Engine:
         self.precision = precision or Precision.default()
         kv_dtype = self.precision.kv_dtype
         head_NK = prepared_weight(quantize_head(slice_head(model, im_end_id), self.precision.head))
-        kept = (head_NK, self._frame_weights(model, fused))
+        fused = self._fused(model, fused)
+        kept = (head_NK, frame_weights(model.fast) if fused == "both" else None)
         self.memory = memory.plan(
             model, codec, kept, num_slots=num_slots, max_len=max_len, kv_dtype=kv_dtype, voice_bytes=voice_bytes
         )
         self.memory.check(memory.device_limit())
         self._decode = {
-            short: steps.bind(model, steps.decode_step, donate=(2,), first=kept, short=short) for short in (True, False)
+            short: steps.bind(
+                model, steps.decode_step, donate=(2,), first=kept, short=short, fused_slow=fused != "none"
+            )
+            for short in (True, False)
         }
         self._prefill = steps.bind(model, steps.prefill_step, donate=(0,))
         self._sound = steps.bind(codec, steps.codec_step, donate=(0,))
@@ -343,15 +348,20 @@ class Engine:
     def _rows(self) -> steps.Rows:
         return self._state, self._codec_state, self._held_BKW
 
-    def _frame_weights(self, model: DualAR, fused: bool | None) -> FastWeights | None:
-        """The fast transformer as the fused step reads it, or None for the step of single operations."""
+    def _fused(self, model: DualAR, fused: Fused | None) -> Fused:
+        """Which transformers step through fused kernels: what is asked for, else what this chip does best."""
         if fused is None:
-            fused = all(map(comes_first, ("fast_frame", "between_attentions"))) and not why_not(model, self.num_slots)
-        if not fused:
-            return None
-        if reason := why_not(model, self.num_slots):
+            firsts: dict[Fused, tuple[str, ...]] = {
+                "both": ("between_attentions", "fast_frame"),
+                "slow": ("between_attentions",),
+            }
+            for kind, ops in firsts.items():
+                if all(map(comes_first, ops)) and not why_not(model, self.num_slots, kind):
+                    return kind
+            return "none"
+        if reason := why_not(model, self.num_slots, fused):
             raise InvalidRequest(f"fused kernels do not know this model: {reason}")
-        return frame_weights(model.fast)
+        return fused
 
     def _put_voice(self, blocks: tuple[KVCache, ...], slot: int) -> None:
         cache = self._state.cache

@@ -55,10 +55,12 @@ def decode_step(
     inputs: StepInputs,
     *,
     short: bool,
+    fused_slow: bool = False,
 ) -> tuple[DecodeState, StepOutput]:
     """One frame for every slot that runs. Rows are independent: nothing of a slot depends on its neighbours.
 
-    With `frame_weights` both transformers go through fused kernels, see `model.fused`. `short`: the top_k of every
+    With `fused_slow` the slow transformer goes through fused kernels, with `frame_weights` the fast one, see
+    `model.fused`. `short`: the top_k of every
     slot that runs is at most `sampling.TOP_K_CAP`.
     """
     config, slots = model.config, state.slots
@@ -67,11 +69,11 @@ def decode_step(
     # Slots that do not run write outside the cache, that is nowhere.
     start_B = jnp.where(inputs.run_B, slots.length_B, state.cache.max_len)
     x_B1D = model.slow.embed(slots.column_BK[:, :, None], generation=True)
-    if frame_weights is None:
+    if fused_slow:
+        hidden_BD, cache = slow_step(model.slow, x_B1D[:, 0], start_B, state.cache)
+    else:
         hidden_B1D, cache = model.slow.extend(x_B1D, start_B, state.cache)
         hidden_BD = hidden_B1D[:, 0]
-    else:
-        hidden_BD, cache = slow_step(model.slow, x_B1D[:, 0], start_B, state.cache)
 
     knobs = sampling.Knobs(slots.temperature_B, slots.top_p_B, slots.top_k_B, short)
     logits_BN = model.slow.logits(hidden_BD, head_NK)

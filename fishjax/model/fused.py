@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from fishjax.config import Fused
 from fishjax.model.block import Block, cached_rope_table
 from fishjax.model.cache import KVCache, attend_cached, write
 from fishjax.model.dual_ar import DualAR
@@ -43,16 +44,21 @@ _between_attentions = jax.jit(between_attentions, static_argnames=("eps", "backe
 _BLOCK = 128
 
 
-def why_not(model: DualAR, num_slots: int) -> str | None:
+def why_not(model: DualAR, num_slots: int, fused: Fused) -> str | None:
     """None when `model`, prepared, can be stepped in this way, else what it has that the kernels do not know."""
+    if fused == "none":
+        return None
     config, fast = model.config, model.config.fast
-    for name, part, layers in (("slow", config.slow, model.slow.layers), ("fast", fast, model.fast.layers)):
+    parts = [("slow", config.slow, model.slow.layers), ("fast", fast, model.fast.layers)]
+    for name, part, layers in parts if fused == "both" else parts[:1]:
         if not all(isinstance(w, BlockScaled) for layer in layers for w in _weights(layer)):
             return f"the {name} transformer's weights are not FP8 with 128 x 128 scales"
         if part.qkv_bias or part.o_bias:
             return f"the {name} transformer's projections have biases"
     if reason := append_limits.can_run(config.slow.num_kv_heads, config.slow.head_dim):
         return f"the slow transformer's keys and values: {reason}"
+    if fused == "slow":
+        return None
     if fast.qk_norm:
         return "the fast transformer normalises queries and keys"
     if fast.head_dim != _BLOCK:

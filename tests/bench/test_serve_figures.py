@@ -29,7 +29,7 @@ def call(called_s, arrivals=(), status=OK, **fields):
     return Call(called_s=called_s, arrivals=arrivals, status=status, ended_s=ended_s, **given)
 
 
-@pytest.mark.parametrize(("fused", "flags"), [(None, []), (True, ["--fused"]), (False, ["--no-fused"])])
+@pytest.mark.parametrize(("fused", "flags"), [(None, []), ("slow", ["--fused", "slow"]), ("none", ["--fused", "none"])])
 def test_a_server_is_started_as_the_command_says(fused, flags):
     loads_of_it = {"concurrency": (1,), "rates": (), "bursty": False, "seconds": 1.0, "voices": "cached", "seed": 0}
     suite = Suite(

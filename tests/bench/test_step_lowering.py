@@ -48,8 +48,8 @@ def num_launches(text: str) -> int:
 
 
 @functools.cache
-def launches_of_ops() -> tuple[int, int, int]:
-    """Launches of one matmul, one SwiGLU block and one layer's attention."""
+def launches_of_ops(rows: int) -> tuple[int, int, int]:
+    """Launches of one matmul, one SwiGLU block and one layer's attention, of so many rows or slots."""
 
     def of(op, *shapes):
         return num_launches(jax.jit(op).trace(*shapes).lower(lowering_platforms=("cuda",)).as_text())
@@ -58,11 +58,11 @@ def launches_of_ops() -> tuple[int, int, int]:
         plain = jax.ShapeDtypeStruct((rows, columns), jnp.bfloat16)
         return jax.eval_shape(lambda w: prepared_weight(encode(w, "fp8")), plain)
 
-    x, q, cache = (jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((8, 2560), (8, 32, 128), (8, 8, 1024, 128)))
+    x, q, cache = (jax.ShapeDtypeStruct((rows, *s), jnp.bfloat16) for s in ((2560,), (32, 128), (8, 1024, 128)))
     return (
         of(matmul, x, weight(2560, 2560)),
         of(swiglu_mlp, x, weight(2 * 9728, 2560), weight(2560, 9728)),
-        of(decode_attention, q, cache, cache, jax.ShapeDtypeStruct((8,), jnp.int32)),
+        of(decode_attention, q, cache, cache, jax.ShapeDtypeStruct((rows,), jnp.int32)),
     )
 
 
@@ -72,7 +72,7 @@ def test_the_decode_step(policy, slots):
     text = lowered(rig.decode())
     words = rig.case.precision
     slow, fast, head, kv = (word == "fp8" for word in (words.slow, words.fast, words.head, words.kv))
-    one, mlp, attention = launches_of_ops()
+    one, mlp, attention = launches_of_ops(slots)
     layer = 2 * one + mlp
     assert num_launches(text) == 2 * (attention + slow * layer + kv) + head * one + fast * 9 * (4 * layer + one)
     # Nothing asks the device, and no large array is made anew but the cache's own halves: no copy, no wider weight.
@@ -90,9 +90,9 @@ def test_the_fused_step(slots):
 
     By name: not all of these kernels come first, and a fused step of references would be a figure of nothing.
     """
-    rig = Rig(StepCase("s2_pro", slots, POLICIES[0], fused=True))
+    rig = Rig(StepCase("s2_pro", slots, POLICIES[0], fused="both"))
     text = lowered(rig.decode())
-    one, _, attention = launches_of_ops()
+    one, _, attention = launches_of_ops(slots)
     assert num_launches(text) == 3 + 2 * (1 + attention) + one + 1
     assert not re.search(r"stablehlo\.(case|if|while)", text)
 
@@ -101,7 +101,7 @@ def test_the_fused_step(slots):
 def test_the_reading_of_a_chunk_takes_the_kernels_and_no_copy_of_the_slots(policy):
     rig = Rig(StepCase("s2_pro", 64, policy))
     text = lowered(rig.prefill())
-    one, mlp, _ = launches_of_ops()
+    one, mlp, _ = launches_of_ops(rig.prefill()[1][1].shape[2])
     # One layer whole, and of the last one only what makes its keys and values.
     assert num_launches(text) == (2 * one + mlp + one if rig.case.precision.slow == "fp8" else 0)
     assert not re.search(r"stablehlo\.(case|if|while)", text)

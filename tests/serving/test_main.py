@@ -185,14 +185,13 @@ def test_memory_for_voices_is_given_in_mebibytes(started):
 
 def test_the_fused_step_is_left_to_the_chip_unless_one_is_named(started):
     assert started()[1]["fused"] is None
-    assert started("--fused")[1]["fused"] is True
-    assert started("--no-fused")[1]["fused"] is False
-    assert started(environment={"FISHJAX_FUSED": "1"})[1]["fused"] is True
-    assert started(file="fused = false")[1]["fused"] is False
+    assert started("--fused", "both")[1]["fused"] == "both"
+    assert started(environment={"FISHJAX_FUSED": "slow"})[1]["fused"] == "slow"
+    assert started(file='fused = "none"')[1]["fused"] == "none"
 
 
 def test_a_fused_step_of_a_model_that_the_kernels_do_not_know_is_a_usage_error():
-    result = serving("--fused", "--port", "0")
+    result = serving("--fused", "slow", "--port", "0")
     assert result.returncode == 2
     assert "fused kernels do not know this model: the slow transformer's weights are not FP8" in result.stderr
 

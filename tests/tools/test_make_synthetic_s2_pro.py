@@ -72,7 +72,7 @@ def test_a_tiny_one_is_converted_and_speaks(tool, tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["make", str(source), "--tiny", "--layers", "1"])
     tool.main()
     convert(source, out, Precision.for_checkpoint("slow=fp8,fast=fp8,head=fp8,kv=fp8"))
-    speech = fishjax.load(out, max_len=128, fused=True, warm=False)
+    speech = fishjax.load(out, max_len=128, fused="both", warm=False)
     utterance = speech.utterance("red", sampling=SamplingParams(seed=3, max_frames=3))
     frames = list(speech.speak(utterance))
     assert len(frames) == 3 and all(frame.shape == (2048,) and np.ptp(frame) > 0 for frame in frames)

@@ -11,6 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
+from fishjax.config import Fused
 from fishjax.errors import InvalidRequest
 
 from .. import frozen
@@ -36,9 +37,7 @@ def serve(
     model: Annotated[Path | None, typer.Option(help="Model folder", show_default="minnow, which ships")] = None,
     precision: Annotated[str | None, typer.Option(help="As of python -m serving")] = None,
     max_len: Annotated[int | None, typer.Option(help="As of python -m serving")] = None,
-    fused: Annotated[
-        bool | None, typer.Option("--fused/--no-fused", help="As of python -m serving", show_default="as the server")
-    ] = None,
+    fused: Annotated[Fused | None, typer.Option(help="As of python -m serving", show_default="as the server")] = None,
     max_frames: Annotated[
         int | None, typer.Option(help="Frames of a request, for a model that does not stop by itself", min=1)
     ] = None,

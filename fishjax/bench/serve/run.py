@@ -14,6 +14,7 @@ from typing import Any
 
 from fishjax.bench.header import busy_note, make_header, see_gpu
 from fishjax.client import Client
+from fishjax.config import Fused
 
 from . import loads
 from .drive import Seen, drive, num_processes
@@ -58,7 +59,7 @@ class Suite:
     model: Path | None
     precision: str | None
     max_len: int | None
-    fused: bool | None
+    fused: Fused | None
 
 
 def device_seen(address: str | None) -> dict[str, Any]:
@@ -71,7 +72,7 @@ def device_seen(address: str | None) -> dict[str, Any]:
 def server_options(suite: Suite, num_slots: int, *more: str) -> list[str]:
     """Arguments of `python -m serving`."""
     named = {"--model": suite.model, "--precision": suite.precision, "--max-len": suite.max_len, "--slots": num_slots}
-    flags = {None: [], True: ["--fused"], False: ["--no-fused"]}[suite.fused]
+    flags = ["--fused", suite.fused] if suite.fused else []
     return [*(str(part) for name, value in named.items() if value is not None for part in (name, value)), *flags, *more]
 
 

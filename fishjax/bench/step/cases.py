@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from fishjax.config import CodecConfig, CodecTransformerConfig, ModelConfig, TransformerConfig, s2_pro
+from fishjax.config import CodecConfig, CodecTransformerConfig, Fused, ModelConfig, TransformerConfig, s2_pro
 from fishjax.errors import InvalidRequest
 from fishjax.weights.precision import Precision
 
@@ -29,18 +29,18 @@ CYCLE = 32
 class StepCase:
     """One row. model: "s2_pro" or "tiny". policy: as `Precision.parse` reads it, on top of bf16 for everything.
 
-    fused: both transformers through fused kernels (`fishjax.model.fused`).
+    fused: which transformers go through fused kernels (`fishjax.model.fused`).
     """
 
     model: str
     slots: int
     policy: str
-    fused: bool = False
+    fused: Fused = "none"
 
     @property
     def key(self) -> str:
         """One string that tells cases apart, readable in a progress line."""
-        return f"{self.model} slots={self.slots} {self.policy}" + " fused" * self.fused
+        return f"{self.model} slots={self.slots} {self.policy} fused={self.fused}"
 
     @property
     def precision(self) -> Precision:
@@ -99,12 +99,17 @@ def select(cases: Iterable[StepCase], slots: Sequence[int] | None, policies: Seq
 
 
 def _forms(model: str, policies: Iterable[str], counts: Iterable[int]) -> list[StepCase]:
-    """Of each policy and number of slots the fused step, where both transformers are FP8, and the other one."""
+    """Of each policy and number of slots every step that there is: fused where transformers are FP8, and the plain one.
+
+    Of a policy with a bfloat16 cache only the most fused one: the cache changes attention and nothing else.
+    """
     found = []
     for policy, slots in itertools.product(policies, counts):
         case = StepCase(model, slots, policy)
-        both = (case.precision.slow, case.precision.fast) == ("fp8", "fp8")
-        found += [replace(case, fused=True), case] if both else [case]
+        forms: list[Fused] = ["none"]
+        if case.precision.slow == "fp8":
+            forms = ["both", "slow", "none"] if case.precision.fast == "fp8" else ["slow", "none"]
+        found += [replace(case, fused=form) for form in (forms if case.precision.kv == "fp8" else forms[:1])]
     return found
 
 

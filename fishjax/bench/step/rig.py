@@ -57,9 +57,9 @@ class Rig:
         self.head = nnx.eval_shape(
             lambda m: prepared_weight(quantize_head(slice_head(m, end), precision.head)), self.model
         )
-        if case.fused and (reason := why_not(self.model, case.slots)):
+        if reason := why_not(self.model, case.slots, case.fused):
             raise InvalidRequest(f"the fused step cannot be: {reason}")
-        self.frame_weights = nnx.eval_shape(_frame_weights, self.model) if case.fused else None
+        self.frame_weights = nnx.eval_shape(_frame_weights, self.model) if case.fused == "both" else None
         kv_dtype = precision.kv_dtype
         self.state = jax.eval_shape(lambda: new_state(config, case.slots, case.max_len, kv_dtype))
         self.codec_state = jax.eval_shape(lambda: init_stream(self.codec, case.slots, case.max_len))
@@ -80,7 +80,12 @@ class Rig:
     def decode(self) -> tuple[Program, tuple[Any, ...]]:
         """The decode step as the engine binds it, and its arguments; all top_k short, as the sampler's defaults are."""
         bound = steps.bind(
-            self.model, steps.decode_step, donate=(2,), first=(self.head, self.frame_weights), short=True
+            self.model,
+            steps.decode_step,
+            donate=(2,),
+            first=(self.head, self.frame_weights),
+            short=True,
+            fused_slow=self.case.fused != "none",
         )
         return bound, (self.state, StepInputs(self.mask, self.mask, self.mask))
 
@@ -132,7 +137,7 @@ class Rig:
         trees = (nnx.state(self.model), nnx.state(self.codec), self.head)
         model, codec, head = (random_like(tree, _SEED * i) for i, tree in enumerate(trees, start=1))
         frame_weights = None
-        if self.case.fused:
+        if self.case.fused == "both":
             graph = nnx.graphdef(self.model)
             frame_weights = jax.jit(lambda state: _frame_weights(nnx.merge(graph, state)))(model)
         return jax.block_until_ready(Filled(model, codec, head, frame_weights))

@@ -32,9 +32,9 @@ METHOD = (
     "peer_xla_bf16_ms: the same frame, greedy, in plain bfloat16 jnp, the codec as the engine has it, one jitted "
     "program with donated caches. device_bytes: what the process holds on the device in the middle of it; "
     "predicted_bytes: what the engine plans, without rows on their way. floor_ms: weights (the fast transformer's nine "
-    "times), live keys and values, codec and its state, over the streaming rate. A fused row steps through "
-    "between_attentions, append_kv and fast_frame by name. XLA is told what an engine tells it "
-    "(`fishjax.engine.xla_flags`), for the peers too. "
+    "times), live keys and values, codec and its state, over the streaming rate. fused: slow steps through "
+    "between_attentions and append_kv, both through fast_frame besides, each by name. XLA is told what an engine tells "
+    "it (`fishjax.engine.xla_flags`), for the peers too. "
     "Every case in a process of its own; nothing else uses the GPU while one is timed."
 )
 
@@ -57,7 +57,9 @@ def make_tasks(cases: Iterable[StepCase], trace: bool) -> list[list[Task]]:
     if trace:
         for batch in batches:
             batch += [
-                Task(task.case, "parts", "step") for task in batch if task.part == "engine" and not task.case.fused
+                Task(task.case, "parts", "step")
+                for task in batch
+                if task.part == "engine" and task.case.fused == "none"
             ]
     return batches
 

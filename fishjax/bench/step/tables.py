@@ -20,7 +20,7 @@ def step_table(document: dict[str, Any]) -> str:
 
 
 def _cells(row: dict[str, Any]) -> list[str]:
-    ms, peer, policy = row["ms_p50"], row["peer_xla_bf16_ms"], row["policy"] + ", fused" * row["fused"]
+    ms, peer, policy = row["ms_p50"], row["peer_xla_bf16_ms"], f"{row['policy']}, fused {row['fused']}"
     if ms is None:
         return [policy, str(row["slots"]), f"- ({row['reason']})", *[""] * (len(_HEAD) - 3)]
     return [
