@@ -7,6 +7,7 @@ slow head, so positions 0 and 1 go in together and the logits of position 0 are 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import jax
@@ -17,8 +18,9 @@ from fishjax.config import ModelConfig
 from fishjax.model.block import Block, attend_masked, cached_rope_table
 from fishjax.model.layers import Embedding, Linear, RMSNorm
 
-# Per layer keys and values (B, G, positions so far, d): they live inside one frame.
-FrameCache = tuple[tuple[jax.Array, jax.Array], ...]
+# Per layer the keys and the values (B, G, d) of each position so far: they live inside one frame. Separate arrays,
+# because one that grows by concatenation, and batched products of four rows by ten, cost a GPU seven launches a layer.
+FrameCache = tuple[tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]], ...]
 # (codebook k as a Python int, logits_BN) -> codes_B int32
 PickFn = Callable[[int, jax.Array], jax.Array]
 
@@ -51,8 +53,16 @@ class FastTransformer(nnx.Module):
         """
         codes_NK = codes_NK[:, : self.config.num_codebooks - 1]
         x_NKD = jnp.concatenate([projected_ND[:, None], self.embeddings(codes_NK)], axis=1)
-        hidden_NKD, _ = self._extend(x_NKD, ())
-        return self.output(self.norm(hidden_NKD))
+        length = x_NKD.shape[1]
+        mask_1TS = jnp.tril(jnp.ones((length, length), bool))[None]
+
+        def attend(q_BTHd: jax.Array, k_BTGd: jax.Array, v_BTGd: jax.Array) -> jax.Array:
+            k_BGSd, v_BGSd = k_BTGd.swapaxes(1, 2), v_BTGd.swapaxes(1, 2)
+            return attend_masked(q_BTHd, k_BGSd, v_BGSd, mask_1TS, score_dtype=q_BTHd.dtype)
+
+        for layer in self.layers:
+            x_NKD = layer(x_NKD, self._rope(0, length), attend)
+        return self.output(self.norm(x_NKD))
 
     def start(self, projected_BD: jax.Array, semantic_code_B: jax.Array) -> tuple[jax.Array, FrameCache]:
         """Positions 0 and 1 of a frame in one pass -> (logits_BN of code 1, cache)."""
@@ -80,23 +90,40 @@ class FastTransformer(nnx.Module):
 
     def _extend(self, x_BTD: jax.Array, cache: FrameCache) -> tuple[jax.Array, FrameCache]:
         """T more positions after those in `cache` (empty: from position 0)."""
-        fast = self.config.fast
-        start = cache[0][0].shape[2] if cache else 0
-        length = x_BTD.shape[1]
-        table = cached_rope_table(self.config.num_codebooks, fast.head_dim, fast.rope_base)
-        table_1Td2 = jnp.asarray(table[start : start + length])[None]
-        mask_1TS = jnp.tril(jnp.ones((length, start + length), bool), k=start)[None]
-        grown: list[tuple[jax.Array, jax.Array]] = []
+        start, length = len(cache[0][0]) if cache else 0, x_BTD.shape[1]
+        grown: list[tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]] = []
 
         def attend(q_BTHd: jax.Array, k_BTGd: jax.Array, v_BTGd: jax.Array) -> jax.Array:
-            k_BGSd, v_BGSd = k_BTGd.swapaxes(1, 2), v_BTGd.swapaxes(1, 2)
-            if cache:
-                old_k_BGSd, old_v_BGSd = cache[len(grown)]
-                k_BGSd = jnp.concatenate([old_k_BGSd, k_BGSd], axis=2)
-                v_BGSd = jnp.concatenate([old_v_BGSd, v_BGSd], axis=2)
-            grown.append((k_BGSd, v_BGSd))
-            return attend_masked(q_BTHd, k_BGSd, v_BGSd, mask_1TS, score_dtype=q_BTHd.dtype)
+            before = cache[len(grown)] if cache else ((), ())
+            keys, values = (
+                (*past, *(new[:, t] for t in range(length))) for past, new in zip(before, (k_BTGd, v_BTGd), strict=True)
+            )
+            grown.append((keys, values))
+            seen = (start + t + 1 for t in range(length))
+            return jnp.stack([_attend(q_BTHd[:, t], keys[:n], values[:n]) for t, n in enumerate(seen)], axis=1)
 
         for layer in self.layers:
-            x_BTD = layer(x_BTD, table_1Td2, attend)
+            x_BTD = layer(x_BTD, self._rope(start, length), attend)
         return x_BTD, tuple(grown)
+
+    def _rope(self, start: int, length: int) -> jax.Array:
+        """The rotary rows of so many positions, (1, T, d / 2, 2)."""
+        fast = self.config.fast
+        table = cached_rope_table(self.config.num_codebooks, fast.head_dim, fast.rope_base)
+        return jnp.asarray(table[start : start + length])[None]
+
+
+def _attend(q_BHd: jax.Array, keys: tuple[jax.Array, ...], values: tuple[jax.Array, ...]) -> jax.Array:
+    """`attend_masked` of one query over a few positions, each an array (B, G, d); scores in the type of q."""
+    dtype, head_dim = q_BHd.dtype, q_BHd.shape[-1]
+    q_BGRd = q_BHd.reshape(*keys[0].shape[:2], -1, head_dim).astype(jnp.float32)
+    dots = [jnp.sum(q_BGRd * k_BGd[:, :, None], axis=-1, keepdims=True) for k_BGd in keys]
+    scores = [(dot.astype(dtype) * head_dim**-0.5).astype(jnp.float32) for dot in dots]
+    top = functools.reduce(jnp.maximum, scores)
+    weights = [jnp.exp(score - top) for score in scores]
+    total = sum(weights[1:], start=weights[0])
+    parts = [
+        (weight / total).astype(dtype).astype(jnp.float32) * v_BGd[:, :, None]
+        for weight, v_BGd in zip(weights, values, strict=True)
+    ]
+    return sum(parts[1:], start=parts[0]).reshape(q_BHd.shape).astype(dtype)
