@@ -1,7 +1,7 @@
 """How a chain of block-scaled matmuls is laid over the blocks of a persistent kernel: sizes and shapes, plain data.
 
-A block has at most one piece of a matmul: so many steps of 128 rows by 128 of K, counted through all tiles of rows (two
-weight tiles a step for gate and up), as many as its neighbours have. See `_persistent` for what walks along it.
+A block has at most one piece of a matmul: 128 weight rows by some steps of K (two tiles a step for gate and up). See
+`_persistent` for what walks along it.
 """
 
 from __future__ import annotations
@@ -25,12 +25,15 @@ _RESERVED = 4 * 1024  # barriers
 
 @dataclass(frozen=True)
 class Config:
-    """Choices of a persistent kernel, each at least 1.
+    """Choices of a persistent kernel, each at least 1. `blocks`: all resident at once, one per SM.
 
-    blocks: all resident at once, one per SM. x_stages: activation tiles in flight.
+    `splits_*`: parts of K. `x_stages`: activation tiles in flight.
     """
 
     blocks: int = 132
+    splits_qkv: int = 2
+    splits_wo: int = 6
+    splits_down: int = 6
     x_stages: int = 4
 
     def __post_init__(self) -> None:
@@ -40,49 +43,27 @@ class Config:
 
 @dataclass(frozen=True)
 class Matmul:
-    """A weight of `tiles` * 128 rows whose K has `steps` blocks of 128; a block's piece is `piece` steps in a row.
+    """A weight of `tiles` * 128 rows; its K in `splits` parts of together `steps` blocks of 128.
 
-    A piece ends in the tile that it began in or in the next one. `mats`: weight tiles of a step, `tiles` * 128 rows
-    apart (2: gate and up).
+    `from_end`: pieces are dealt from the last block on, so that blocks without one here have one there.
+    `mats`: weight tiles of a step, `tiles` * 128 rows apart (2: gate and up).
     """
 
     tiles: int
     steps: int
-    piece: int
+    splits: int = 1
+    from_end: bool = False
     mats: int = 1
 
     @property
-    def parts(self) -> int:
-        """The most pieces that meet in one tile."""
-        return max(self.last(tile) - self.first(tile) + 1 for tile in range(self.tiles))
-
-    @property
-    def crosses(self) -> bool:
-        """Whether a piece may begin in one tile and end in the next."""
-        return self.piece < self.steps
+    def most(self) -> int:
+        """Steps of the longest piece."""
+        return -(-self.steps // self.splits)
 
     @property
     def scale_rows(self) -> int:
-        """Activation scales of a piece in one tile: whole register loads for any number of tokens from 8 on."""
-        return -(-self.piece // 16) * 16
-
-    def first(self, tile: Any) -> Any:
-        """The block whose piece has the tile's first step."""
-        return tile * self.steps // self.piece
-
-    def last(self, tile: Any) -> Any:
-        """The block whose piece has the tile's last step."""
-        return ((tile + 1) * self.steps - 1) // self.piece
-
-
-def even(tiles: int, steps: int, blocks: int, mats: int = 1) -> Matmul:
-    """Every block has the same number of steps, the last ones perhaps fewer; tiles are summed by who reads them."""
-    return Matmul(tiles, steps, -(-tiles * steps // blocks), mats)
-
-
-def whole(tiles: int, steps: int) -> Matmul:
-    """A block has a whole tile, the others nothing."""
-    return Matmul(tiles, steps, steps)
+        """Rows of activation scales that a piece reads: whole register loads for any number of tokens from 8 on."""
+        return -(-self.most // 16) * 16
 
 
 @dataclass(frozen=True)
@@ -108,14 +89,14 @@ class Chain:
 
     @property
     def scale_rows(self) -> int:
-        """Of the piece that needs most, in both of its tiles."""
-        return max(m.scale_rows * (1 + m.crosses) for m in self.matmuls.values())
+        """Of the matmul that reads most."""
+        return max(m.scale_rows for m in self.matmuls.values())
 
     @property
     def partial_shape(self) -> tuple[int, int, int]:
-        """Of the array that holds parts of K: (parts, rows, M)."""
-        matmuls = self.matmuls.values()
-        return max(m.parts for m in matmuls), max(m.tiles * m.mats for m in matmuls) * BLOCK, self.M
+        """Of the array that holds parts of K: (splits, rows, M)."""
+        split = [m for m in self.matmuls.values() if m.mats == 1]
+        return max(m.splits for m in split), max(m.tiles for m in split) * BLOCK, self.M
 
     def scale_struct(self, width: int) -> jax.ShapeDtypeStruct:
         """Scales of quantised activations of `width`: (width / 128 or more, M) float32."""
@@ -148,7 +129,7 @@ def tokens_of(rows: int) -> int:
 
 def chain(M: int, D: int, matmuls: dict[str, Matmul], blocks: int, x_stages: int, own_bytes: int) -> Chain:
     """A chain with as deep a ring as shared memory holds beside `own_bytes` of the kernel's own."""
-    x_stages = min(x_stages, max(m.piece for m in matmuls.values()))
+    x_stages = min(x_stages, max(m.most for m in matmuls.values()))
     empty = Chain(M, D, matmuls, blocks, x_stages, stages=0)
     left = SHARED_BYTES - shared_bytes(empty) - own_bytes
     return Chain(M, D, matmuls, blocks, x_stages, stages=max(0, left // TILE_BYTES))
@@ -157,7 +138,7 @@ def chain(M: int, D: int, matmuls: dict[str, Matmul], blocks: int, x_stages: int
 def shared_bytes(c: Chain) -> int:
     """Bytes of `Scratch`, rounded up."""
     x = c.x_stages * c.M * BLOCK + 2 * c.scale_rows * c.M * 4
-    tasks = 2 * c.tm * BLOCK * (4 + 2 + 1) + 2 * REDUCED * 4
+    tasks = 2 * c.tm * BLOCK * (4 + 2 + 1) + 2 * c.groups * 64 * 4 + 2 * REDUCED * 4
     return c.stages * TILE_BYTES + x + tasks + _RESERVED
 
 
@@ -166,8 +147,10 @@ def can_run(c: Chain) -> str | None:
     if c.M > MAX_TOKENS:
         return f"{c.M} rows; the kernel holds {MAX_TOKENS}"
     for name, m in c.matmuls.items():
-        if m.tiles > c.blocks:
-            return f"{name} has {m.tiles} tiles for {c.blocks} blocks"
+        if m.tiles * m.splits > c.blocks:
+            return f"{name} has {m.tiles * m.splits} pieces for {c.blocks} blocks"
+        if m.splits > m.steps:
+            return f"{name}: {m.splits} splits of {m.steps} steps"
     if c.stages < 2 * max(m.mats for m in c.matmuls.values()):
         return f"shared memory has room for {c.stages} weight tiles beside the rest"
     return None

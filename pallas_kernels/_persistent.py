@@ -4,12 +4,9 @@
     threads 0, 1  x tiles ──TMA──► small ring ─► wgmma, 64 rows each ─► promoted, float32 registers
                   tasks between the matmuls (sums, norms, SwiGLU, ...), dealt over all blocks
 
-A thread is a warpgroup. One block per SM, all resident at once. A block has one piece of a matmul, as many steps as
-every other block: of one tile of 128 weight rows, or on into the next. Between a matmul and what reads it lies a grid
-barrier; while a block waits there, its ring fills with the next matmuls' weights, so the memory never rests.
-
-What a kernel does once costs more than what it does twenty times, because its instructions come from memory: so tiles
-are finished by short tasks on all blocks.
+A thread is a warpgroup. One block per SM, all resident at once. A block has at most one piece of a matmul: 128 weight
+rows by some steps of K (two tiles a step for gate and up). Between a matmul and what reads it lies a grid barrier;
+while a block waits there, its ring fills with the next matmuls' weights, so the memory never rests.
 
 Operands are swapped: tokens are columns of every tile, (128 weight rows, tm tokens), so scales are per column. Sums
 over parts of K, the residual and scales pass between blocks as plain loads and stores; what becomes an operand passes
@@ -21,7 +18,6 @@ and whoever multiplies h scales its sums by 1 / rms(x) afterwards.
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
@@ -51,6 +47,7 @@ class Scratch(NamedTuple):
     y: Any
     rows16: Any
     rows8: Any
+    top: Any
     reduced: Any
     scalar: Any
     w_loaded: Any
@@ -72,6 +69,7 @@ def scratch(c: Chain, *, one_cluster: bool) -> Scratch:
         y=plgpu.SMEM((2, 2, c.tm, HALF), f32),  # neither tiled nor swizzled: written transposed, read as rows
         rows16=plgpu.SMEM((2, c.tm, BLOCK), bf16),
         rows8=plgpu.SMEM((2, 2, c.tm, HALF), fp8),
+        top=plgpu.SMEM((2 * c.groups, 64), f32),
         reduced=plgpu.SMEM((2, REDUCED), f32),
         scalar=plgpu.SMEM((2, 1), f32),
         w_loaded=plgpu.Barrier(num_arrivals=3, num_barriers=c.stages),
@@ -132,36 +130,34 @@ class Walker:
         self.arrived = pl.get_global(plgpu.SemaphoreType.REGULAR) if isinstance(s.everyone, tuple) else None
 
     def piece(self, m: Matmul):
-        """(first tile, its first step, steps in it, steps in the next tile) of this block."""
-        start = self.block * m.piece
-        count = jnp.clip(m.tiles * m.steps - start, 0, m.piece)
-        tile, first = lax.div(start, m.steps), lax.rem(start, m.steps)
-        here = jnp.minimum(count, m.steps - first)
-        return tile, first, here, count - here
+        """(tile, split, first step, steps) of this block; no steps where it has no piece."""
+        index = self.c.blocks - 1 - self.block if m.from_end else self.block
+        tile, split = lax.div(index, m.splits), lax.rem(index, m.splits)
+        first = split * (m.steps // m.splits) + jnp.minimum(split, m.steps % m.splits)
+        steps = m.steps // m.splits + jnp.where(split < m.steps % m.splits, 1, 0)
+        return tile, split, first, jnp.where(tile < m.tiles, steps, 0)
 
     def units(self, m: Matmul):
         """Weight tiles of this block's piece."""
-        _, _, here, there = self.piece(m)
-        return (here + there) * m.mats
+        return self.piece(m)[3] * m.mats
 
     # --- the warpgroup that streams weights
 
     def produce(self, m: Matmul, values_g, scale_g, unit, layer: tuple = ()) -> None:
         """Stream this block's piece of a weight, (N, K) or layer `layer` of (L, N, K); `unit` tiles went before."""
         c, s = self.c, self.s
-        tile, first, here, there = self.piece(m)
+        tile, _, first, steps = self.piece(m)
 
-        @pl.loop(0, (here + there) * m.mats)
+        @pl.loop(0, steps * m.mats)
         def _tile(i):
             step, mat = lax.div(i, m.mats), lax.rem(i, m.mats)
-            slot, next_tile = lax.rem(unit + i, c.stages), step >= here
-            k = jnp.where(next_tile, step - here, first + step)
+            slot, k = lax.rem(unit + i, c.stages), first + step
 
             @pl.when(unit + i >= c.stages)
             def _free():
                 plgpu.barrier_wait(s.w_read.at[slot])
 
-            row = tile + next_tile.astype(jnp.int32) + mat * m.tiles
+            row = tile + mat * m.tiles
             for half in range(2):
                 at = (*layer, pl.ds(row * BLOCK + half * HALF, HALF), pl.ds(k * BLOCK, BLOCK))
                 plgpu.copy_gmem_to_smem(values_g.at[at], s.w.at[slot, half], s.w_loaded.at[slot])
@@ -193,17 +189,15 @@ class Walker:
         wait_for(self.arrived, self.c.blocks * epoch)
 
     def multiply(self, m: Matmul, unit, x_g, x_scale_g, finish: Callable, prepare: Callable = lambda: None) -> None:
-        """This block's piece: finish(prepare(), m, tile, *sums) a tile, sums (64, M) of this warpgroup's rows."""
+        """This block's piece: finish(prepare(), tile, split, *sums (64, M) of this warpgroup's rows, one per mat)."""
         c, s = self.c, self.s
-        tile, first, here, there = self.piece(m)
-        count, rows = here + there, m.scale_rows
+        tile, split, first, steps = self.piece(m)
 
         def fetch(i):
-            k = jnp.where(i >= here, i - here, first + i)
-            slot, at = lax.rem(i, c.x_stages), pl.ds(k * BLOCK, BLOCK)
+            slot, at = lax.rem(i, c.x_stages), pl.ds((first + i) * BLOCK, BLOCK)
             plgpu.copy_gmem_to_smem(x_g.at[:, at], s.x.at[slot], s.x_loaded.at[slot])
 
-        def step(at, i, totals):
+        def step(i, totals):
             x_slot = lax.rem(i, c.x_stages)
             slots = [lax.rem(unit + i * m.mats + mat, c.stages) for mat in range(m.mats)]
             plgpu.barrier_wait(s.x_loaded.at[x_slot])
@@ -216,13 +210,12 @@ class Walker:
                 return tuple(acc[...] for acc in accs)  # waits: this warpgroup has read both
 
             partials = pl.run_scoped(run, *[plgpu.WGMMAAccumulatorRef((HALF, c.M), f32)] * m.mats)
-            k, scale = at(i)
-            w_scales = [s.w_scale[slot, lax.rem(k, LINE)] for slot in slots]
+            w_scales = [s.w_scale[slot, lax.rem(first + i, LINE)] for slot in slots]
             plgpu.commit_smem()  # these reads come before the bulk copy that fills the slot again
             for slot in slots:
                 plgpu.barrier_arrive(s.w_read.at[slot])
 
-            @pl.when(i + c.x_stages < count)
+            @pl.when(i + c.x_stages < steps)
             def _refill():
                 plgpu.barrier_arrive(s.x_read.at[x_slot])
 
@@ -231,51 +224,35 @@ class Walker:
                     plgpu.barrier_wait(s.x_read.at[x_slot])
                     fetch(i + c.x_stages)
 
-            x_scale = load(s.x_scale.at[self.thread, scale], COLUMN, optimized=False)
+            x_scale = load(s.x_scale.at[self.thread, first + i - scales_from], COLUMN, optimized=False)
             x_scale = over_rows(x_scale, (HALF, c.M))
             return tuple(
                 total + partial * (x_scale * w_scale)
                 for total, partial, w_scale in zip(totals, partials, w_scales, strict=True)
             )
 
-        here_from = jnp.minimum(first, x_scale_g.shape[0] - rows)
+        scales_from = jnp.minimum(first, x_scale_g.shape[0] - m.scale_rows)
 
-        @pl.when(count > 0)
+        @pl.when(steps > 0)
         def _piece():
             @pl.when(self.thread == 0)
             def _begin():
-                @pl.loop(0, jnp.minimum(count, c.x_stages))
+                @pl.loop(0, jnp.minimum(steps, c.x_stages))
                 def _first(i):
                     fetch(i)
 
-            scales = [
-                load(x_scale_g.at[pl.ds(begin, rows)], strided(rows, c.M), optimized=False)
-                for begin in ((here_from, 0) if m.crosses else (here_from,))
-            ]
+            rows = pl.ds(0, m.scale_rows)
+            scales = load(x_scale_g.at[pl.ds(scales_from, m.scale_rows)], strided(m.scale_rows, c.M), optimized=False)
             prepared = prepare()  # its loads are on their way together with those of the scales
-            for which, part in enumerate(scales):
-                s.x_scale[self.thread, pl.ds(which * rows, rows)] = part
+            s.x_scale[self.thread, rows] = scales
             plgpu.commit_smem()
+            zeros = plgpu.layout_cast(jnp.zeros((HALF, c.M), f32), ACC)
+            finish(prepared, tile, split, *lax.fori_loop(0, steps, step, (zeros,) * m.mats))
 
-            @pl.loop(0, jnp.where(there > 0, 2, 1))
-            def _tile(which):
-                begin, end = jnp.where(which > 0, here, 0), jnp.where(which > 0, count, here)
-
-                def at(i):
-                    """Its block of K, and where the scales of that are."""
-                    k = jnp.where(which > 0, i - here, first + i)
-                    return k, jnp.where(which > 0, rows + k, k - here_from)
-
-                zeros = plgpu.layout_cast(jnp.zeros((HALF, c.M), f32), ACC)
-                totals = lax.fori_loop(begin, end, functools.partial(step, at), (zeros,) * m.mats)
-                finish(prepared, m, tile + which, *totals)
-
-    def leave(self, prepared, m: Matmul, tile, *totals) -> None:
+    def leave(self, prepared, tile, split, total) -> None:
         """Finish of a part of K: leave it for the task that adds the parts up."""
         del prepared
-        for mat, total in enumerate(totals):
-            row = (tile + mat * m.tiles) * BLOCK + self.thread * HALF
-            self.partial_g[self.block - m.first(tile), pl.ds(row, HALF)] = total
+        self.partial_g[split, pl.ds(tile * BLOCK + self.thread * HALF, HALF)] = total
 
     def reduce(self, op: Literal["add", "max"], value):
         """The sum or largest of each column of a tile."""
@@ -292,25 +269,24 @@ class Walker:
 
     def tasks(self, count: int, task: Callable) -> None:
         """task(index) for all indices, dealt over the multiplying warpgroups of all blocks."""
+        workers = 2 * self.c.blocks
+        for turn in range(-(-count // workers)):
+            index = self.thread * self.c.blocks + self.block + turn * workers
 
-        @pl.loop(self.thread * self.c.blocks + self.block, count, step=2 * self.c.blocks)
-        def _task(index):
-            task(index)
+            @pl.when(index < count)
+            def _task(index=index):
+                task(index)
 
     def tile_tasks(self, tiles: int, task: Callable) -> None:
         """task(tile, first token) for all tiles and groups of tokens."""
         groups, tm = self.c.groups, self.c.tm
         self.tasks(tiles * groups, lambda index: task(lax.div(index, groups), lax.rem(index, groups) * tm))
 
-    def summed(self, m: Matmul, tile, token, mat: int = 0):
+    def summed(self, m: Matmul, tile, token):
         """All parts of K of a tile, (128, tm), in their order."""
-        at = (pl.ds((tile + mat * m.tiles) * BLOCK, BLOCK), pl.ds(token, self.c.tm))
-        most = m.last(tile) - m.first(tile)
-        # Of a tile with fewer parts the last one is read again, from nearby, and not added.
-        parts = [
-            load(self.partial_g.at[(jnp.minimum(part, most), *at)], ACC, optimized=False) for part in range(m.parts)
-        ]
-        return sum((jnp.where(part <= most, parts[part], 0.0) for part in range(1, m.parts)), start=parts[0])
+        at = (pl.ds(tile * BLOCK, BLOCK), pl.ds(token, self.c.tm))
+        parts = [load(self.partial_g.at[(split, *at)], ACC, optimized=False) for split in range(m.splits)]
+        return sum(parts[1:], start=parts[0])
 
     def inverse_rms(self, squares_g, token, eps: float):
         """1 / rms of x, (tm,)."""
@@ -369,11 +345,35 @@ class Walker:
         x = load(x_g.at[pl.ds(tile * BLOCK, BLOCK), pl.ds(token, self.c.tm)], ACC, optimized=False)
         return x + self.summed(m, tile, token)
 
-    def activate(self, m: Matmul, r: Residual, eps: float, a_g, a_scale_g, tile, token) -> None:
-        """A tile of silu(gate) * up of the normalised residual, quantised."""
-        inverse_rms = over_rows(self.inverse_rms(r.squares, token, eps), (BLOCK, self.c.tm))
-        gate, up = (self.summed(m, tile, token, mat) * inverse_rms for mat in range(2))
-        self.quantise(silu(gate) * up, a_g, a_scale_g, tile, token)
+    def swiglu(self, a_g, a_scale_g) -> Callable:
+        """The finish of gate and up: silu(gate) * up of both warpgroups' rows, quantised together."""
+        s, tm = self.s, self.c.tm
+
+        def finish(inverse_rms, tile, split, gate, up) -> None:
+            del split
+            for group in range(self.c.groups):
+                tokens, columns = pl.ds(group * tm, tm), slice(group * tm, (group + 1) * tm)
+                r = over_rows(inverse_rms[group], (HALF, tm))
+                g, u = gate[:, columns] * r, up[:, columns] * r
+                a = silu(g) * u
+                s.top[2 * group + self.thread, pl.ds(0, tm)] = self.top_of(a)
+                plgpu.commit_smem()
+                plgpu.barrier_arrive(s.pair)
+                plgpu.barrier_wait(s.pair)
+                tops = [load(s.top.at[2 * group + half, pl.ds(0, tm)], COLUMN, optimized=False) for half in (0, 1)]
+                scale = scale_of(jnp.maximum(*tops))
+
+                @pl.when(self.thread == 0)
+                def _scale(scale=scale, tokens=tokens):
+                    a_scale_g[tile, tokens] = scale
+
+                s.rows8[self.thread, 0] = self.as_rows(rounded(a, scale), 0).astype(fp8)
+                plgpu.commit_smem()
+                to = (tokens, pl.ds(tile * BLOCK + self.thread * HALF, HALF))
+                plgpu.copy_smem_to_gmem(s.rows8.at[self.thread, 0], a_g.at[to])
+                plgpu.wait_smem_to_gmem(0)
+
+        return finish
 
     def rotated(self, value, cosine, sine):
         """The two halves of a head's (128, tm), rotated by (64, tm) each."""

@@ -1,6 +1,6 @@
 """The Hopper kernel: what a decode step computes between two attentions, as one persistent kernel.
 
-    o ─ quantise ─► o ═ wo ═ sum, residual, norm ─► h ═ gate_up ═ sum, silu ─► a
+    o ─ quantise ─► o ═ wo ═ sum, residual, norm ─► h ═ gate_up, silu ─► a
     a ═ down ═ sum, residual, norm ─► h ═ wqkv ═ sum ─► qkv
 
 A double line is a matmul, an arrow a grid barrier: see `_persistent`. The weights of all four stream from the first
@@ -162,9 +162,9 @@ def _launch(c, given: _Given, eps: float, interpret) -> tuple[jax.Array, jax.Arr
                 sync()
                 walk.tile_tasks(kb, attended)
                 sync()
-                walk.multiply(gate_up, unit["gate_up"], r_g.h, r_g.h_scale, walk.leave)
-                sync()
-                walk.tile_tasks(gate_up.tiles, functools.partial(walk.activate, gate_up, r_g, eps, g.a, g.a_scale))
+                finish = walk.swiglu(g.a, g.a_scale)
+                inverse_rms = functools.partial(walk.all_inverse_rms, r_g.squares, eps)
+                walk.multiply(gate_up, unit["gate_up"], r_g.h, r_g.h_scale, finish, inverse_rms)
                 sync()
                 walk.multiply(down, unit["down"], g.a, g.a_scale, walk.leave)
                 sync()

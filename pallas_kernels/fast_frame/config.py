@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .._chain import HALF, MAX_TOKENS, Chain, Config, can_run, chain, even, tokens_of, whole
+from .._chain import HALF, MAX_TOKENS, Chain, Config, Matmul, can_run, chain, tokens_of
 from ..types import BLOCK
 
 POSITIONS = 16
@@ -41,13 +41,12 @@ class Plan:
 
 def plan(config: Config, slots: int, D: int, H: int, G: int, F: int, L: int, C: int, codes: int) -> Plan:
     """The layout of one frame; `codes` rows of the head, padded to 128."""
-    kb, blocks = D // BLOCK, config.blocks
     matmuls = {
-        "qkv": even(H + 2 * G, kb, blocks),
-        "wo": even(kb, H, blocks),
-        "gate_up": even(F // BLOCK, kb, blocks, mats=2),
-        "down": even(kb, F // BLOCK, blocks),
-        "head": whole(codes // BLOCK, kb),
+        "qkv": Matmul(H + 2 * G, D // BLOCK, min(config.splits_qkv, D // BLOCK), from_end=True),
+        "wo": Matmul(D // BLOCK, H, min(config.splits_wo, H), from_end=True),
+        "gate_up": Matmul(F // BLOCK, D // BLOCK, mats=2),
+        "down": Matmul(D // BLOCK, F // BLOCK, min(config.splits_down, F // BLOCK), from_end=True),
+        "head": Matmul(codes // BLOCK, D // BLOCK),
     }
     columns = SLOTS * H // G
     attention = 2 * HALF * BLOCK * 2 + columns * (BLOCK * 2 + HALF * 2 + BLOCK * 5)

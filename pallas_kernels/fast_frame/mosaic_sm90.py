@@ -1,7 +1,7 @@
 """The Hopper kernel: one frame of the fast transformer, all positions, layers and draws, as one persistent kernel.
 
     embed ─► h ═ wqkv ═ sum, rotate ─► q k v ─ attention ─► o ═ wo ═ sum, residual, norm ─► h
-             h ═ gate_up ═ sum, silu ─► a ═ down ═ sum, residual, norm ─► h        ... L layers ...
+             h ═ gate_up, silu ─► a ═ down ═ sum, residual, norm ─► h        ... L layers ...
              h ═ head ─ draw ─► code                                         ... C positions ...
 
 A double line is a matmul, an arrow a grid barrier: see `_persistent`. Attention takes four slots and a kv head at a
@@ -48,7 +48,7 @@ from .weights import FastWeights
 
 _LAYER = ("qkv", "wo", "gate_up", "down")
 _LARGEST_BF16 = float(jnp.finfo(bf16).max)
-_SYNCS_A_LAYER, _SYNCS_A_DRAW = 9, 2
+_SYNCS_A_LAYER, _SYNCS_A_DRAW = 8, 2
 
 
 def why_not(slots: int, weights: FastWeights, config: Config | None = None) -> str | None:
@@ -280,8 +280,8 @@ def _launch(p: Plan, given: _Given, weights: FastWeights, interpret) -> tuple[ja
         def residual(m, norm, tile, token):
             walk.settle(walk.add(m, r_g.x, tile, token), r_g, w_g.norms_ID.at[norm], tile, token)
 
-        def put_logits(position, inverse_rms, m, tile, total):
-            del m
+        def put_logits(position, inverse_rms, tile, split, total):
+            del split
             for group in range(c.groups):
                 value = total[:, group * tm : (group + 1) * tm] * over_rows(inverse_rms[group], (HALF, tm))
                 y = s.y.at[thread, 0]
@@ -346,6 +346,7 @@ def _launch(p: Plan, given: _Given, weights: FastWeights, interpret) -> tuple[ja
                 tiles = G * jnp.where(position == first_pass, M, slots) // SLOTS
                 walk.tile_tasks(kb, functools.partial(embed, position))
                 walk.sync(epoch_of(position, 0, 0))
+                inverse_rms = functools.partial(walk.all_inverse_rms, r_g.squares, weights.eps)
 
                 @pl.loop(0, L)
                 def _layer(layer):
@@ -371,20 +372,17 @@ def _launch(p: Plan, given: _Given, weights: FastWeights, interpret) -> tuple[ja
                     barrier(4)
                     walk.tile_tasks(kb, functools.partial(residual, wo, 2 * layer + 1))
                     barrier(5)
-                    walk.multiply(gate_up, unit(2), r_g.h, r_g.h_scale, walk.leave)
+                    finish = walk.swiglu(g.a, g.a_scale)
+                    walk.multiply(gate_up, unit(2), r_g.h, r_g.h_scale, finish, inverse_rms)
                     barrier(6)
-                    activate = functools.partial(walk.activate, gate_up, r_g, weights.eps, g.a, g.a_scale)
-                    walk.tile_tasks(gate_up.tiles, activate)
-                    barrier(7)
                     walk.multiply(down, unit(3), g.a, g.a_scale, walk.leave)
-                    barrier(8)
+                    barrier(7)
                     walk.tile_tasks(kb, functools.partial(residual, down, 2 * layer + 2))
-                    barrier(9)
+                    barrier(8)
 
                 @pl.when(position > 0)
                 def _draw():
                     finish = functools.partial(put_logits, position)
-                    inverse_rms = functools.partial(walk.all_inverse_rms, r_g.squares, weights.eps)
                     walk.multiply(head, unit_of(position, L, 0), r_g.h, r_g.h_scale, finish, inverse_rms)
                     walk.sync(epoch_of(position, L, 1))
                     walk.tasks(slots, functools.partial(draw, position))

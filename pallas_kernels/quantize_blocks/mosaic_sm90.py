@@ -2,9 +2,8 @@
 
     x (64 rows, 128) ──TMA──► registers ──► amax of each row ──► scale ──► e4m3 (rows, 128) and a row of scales
 
-Where x is gate and up side by side, silu(gate) * up is what is quantised. One block is one step of K for up to 64 rows;
-the formula is reference.py's, bit for bit. The scales leave transposed, (K / 128, rows), because a matmul with swapped
-operands wants one scale per column of its accumulator.
+Where x is gate and up side by side, silu(gate) * up is what is quantised. One block is one step of K for up to 64 rows; the formula is reference.py's, bit for bit. The scales leave transposed,
+(K / 128, rows), because a matmul with swapped operands wants one scale per column of its accumulator.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The Hopper kernels of the SwiGLU block, in one of two forms.
 
-Few tokens, or so many that gate and up would not stay in L2: three launches, and only FP8 and scales between them.
+Few tokens, or so many that gate and up would not stay in L2: three launches, and between them nothing but FP8 and scales.
 
     x (M, D) ──quantize_rows──► e4m3, scales
     gate and up rows of w_gate_up ──TMA──► ring ─► wgmma, twice a step ─► silu(gate) * up, float32 registers
@@ -11,7 +11,7 @@ A block owns 128 / blocks_per_group columns of F, for gate and for up: the opera
 of D is promoted as in block_scaled_matmul. Only the activations' 1 x 128 groups tie the blocks of a pair together.
 
 From 17 tokens on a block that holds two products and two sums fills an SM's registers and has nothing to hide its waits
-behind. So gate and up are one block_scaled_matmul whose float32 result stays in L2; `quantize_swiglu_rows` reads it.
+behind. Then gate and up are one block_scaled_matmul whose float32 result stays in L2, and `quantize_swiglu_rows` reads it.
 """
 
 from __future__ import annotations

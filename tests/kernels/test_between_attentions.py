@@ -17,7 +17,7 @@ from pallas_kernels.between_attentions.arg_specs import SPECS
 from pallas_kernels.quantize_blocks.reference import quantize_blocks
 
 D, K, F, N = 256, 384, 384, 512
-SMALL = Config(blocks=4, x_stages=2)
+SMALL = Config(blocks=4, splits_qkv=1, splits_wo=2, splits_down=2, x_stages=2)
 EPS = 1e-6
 PARTS = {"between": (True, True), "first": (False, True), "last": (True, False)}
 
@@ -124,7 +124,7 @@ def test_operands_that_do_not_fit_are_refused():
         with pytest.raises(ValueError, match=match):
             api.between_attentions(*arguments, eps=EPS)
     with pytest.raises(ValueError, match="less than 1"):
-        Config(x_stages=0)
+        Config(splits_wo=0)
     with pytest.raises(NotImplementedError, match="compute capability"):
         api.between_attentions(x, o, before, after, eps=EPS, backend="mosaic")
 

@@ -18,7 +18,7 @@ from pallas_kernels.fast_frame.weights import FastLayer, fast_weights
 from pallas_kernels.quantize_blocks.reference import quantize_blocks
 
 B, D, H, G, F, L, C, CODES = 3, 256, 2, 1, 384, 2, 3, 200
-SMALL = config.Config(blocks=5, x_stages=2)
+SMALL = config.Config(blocks=5, splits_qkv=1, splits_wo=2, splits_down=2, x_stages=2)
 
 
 def weights(seed):
@@ -65,14 +65,7 @@ def interpreted(hidden, semantic, w, draws):
 
 
 def case_equals_the_reference(slots=B):
-    """Half of the slots of two models, to the last bits: one FP8 value that rounds otherwise moves all that follow."""
-    agreeing = sum(agreeing_slots(seed, slots) for seed in (1, 11))
-    assert agreeing >= slots
-
-
-def agreeing_slots(seed, slots):
-    """Slots whose every logit is the reference's; the others are, up to the first value that rounded otherwise."""
-    w, (hidden, semantic, draws) = weights(seed), operands(seed + 1, slots)
+    w, (hidden, semantic, draws) = weights(1), operands(2, slots)
     codes, logits = interpreted(hidden, semantic, w, draws)
     wanted_codes, wanted = reference.fast_frame(hidden, semantic, w, draws)
     assert len(np.unique(codes)) > C, "codes that are all alike prove nothing"
@@ -85,9 +78,9 @@ def agreeing_slots(seed, slots):
         np.testing.assert_array_equal(codes[slot, : same + 1], wanted_codes[slot, : same + 1])
         assert max(errors[: same + 1]) <= flipped  # what comes after a code of its own has nothing to be compared with
         agreeing += same == len(errors)
+    assert agreeing >= slots / 2
     for position in range(1, C):
         np.testing.assert_array_equal(codes[:, position], reference.draw(logits[position - 1], draws, position))
-    return agreeing
 
 
 def case_equals_the_reference_position_by_position():
@@ -133,7 +126,7 @@ def test_a_plan_that_does_not_fit_says_why():
     assert "65" not in reason(slots=65) and "80 rows" in reason(slots=65)
     assert "17 codebooks" in reason(C=17)
     assert "query heads" in reason(H=8, G=8) and "query heads" in reason(H=30)
-    assert "gate_up has 152 tiles for 132 blocks" in reason(F=2 * 9728)
+    assert "gate_up has 152 pieces for 132 blocks" in reason(F=2 * 9728)
 
 
 def test_operands_that_do_not_fit_are_refused():
