@@ -65,10 +65,6 @@ class DeadlineExceeded(FishjaxError):
     """The caller's deadline passed before the work was done."""
 
 
-class Cancelled(FishjaxError):
-    """The caller went away or cancelled."""
-
-
 class WeightsError(FishjaxError):
     """A model folder is wrong: a missing, extra or misshapen tensor, an unreadable file, a bad config."""
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import uuid
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,7 +18,6 @@ import grpc
 import grpc.aio
 
 from fishjax.errors import (
-    Cancelled,
     DeadlineExceeded,
     Draining,
     EngineFailed,
@@ -59,7 +58,6 @@ STATUS: dict[type[FishjaxError], grpc.StatusCode] = {
     NotReady: grpc.StatusCode.UNAVAILABLE,
     SlowReader: grpc.StatusCode.ABORTED,
     DeadlineExceeded: grpc.StatusCode.DEADLINE_EXCEEDED,
-    Cancelled: grpc.StatusCode.CANCELLED,
     WeightsError: grpc.StatusCode.INTERNAL,
     EngineFailed: grpc.StatusCode.INTERNAL,
 }
@@ -92,6 +90,8 @@ class Calls:
         self._keys = keys
         self._metrics = metrics
         self._clock = clock
+        self._here: set[asyncio.Task[Any]] = set()
+        self._over = False
 
     def whose(self, context: Context) -> ApiKey:
         """The key of a call. Raises Unauthenticated."""
@@ -103,8 +103,9 @@ class Calls:
         call = Call(uuid.uuid4().hex, rpc, self._clock(), context.time_remaining())
         with logs.request(call.request_id):
             try:
-                call.key = self.whose(context)
-                yield call
+                with self._told_of_the_end(context):
+                    call.key = self.whose(context)
+                    yield call
             except asyncio.CancelledError:
                 call.outcome = _how_it_left(context)
                 raise
@@ -121,6 +122,36 @@ class Calls:
             finally:
                 self.count(rpc, call.outcome)
                 logs.figures(logger, {"rpc": rpc, "key": call.key.name, "outcome": call.outcome, **call.figures})
+
+    @contextmanager
+    def here(self, context: Context) -> Iterator[None]:
+        """The task that enters answers a call until it leaves: `close` waits for it. Raises Draining if that ends it."""
+        task = asyncio.current_task()
+        assert task is not None, "a call is answered by a task"
+        self._here.add(task)
+        try:
+            with self._told_of_the_end(context):
+                yield
+        finally:
+            self._here.discard(task)
+
+    async def close(self, patience_s: float) -> None:
+        """Wait for the calls that are here now; after `patience_s` seconds end those that are left with Draining."""
+        if self._here:
+            await asyncio.wait(self._here, timeout=patience_s)
+        self._over = True
+        for task in self._here:
+            task.cancel()
+
+    @contextmanager
+    def _told_of_the_end(self, context: Context) -> Iterator[None]:
+        """A call that the server's own end cancels is told so: gRPC's words would say that its caller left."""
+        try:
+            yield
+        except asyncio.CancelledError:
+            if not self._over or context.cancelled() or context.done():
+                raise
+            raise Draining("the server shuts down and could not wait for the end of this call: try another server") from None
 
     def count(self, rpc: str, outcome: str) -> None:
         """A call has ended."""

@@ -58,7 +58,7 @@ class Guard(grpc.aio.ServerInterceptor):
 
         async def guarded(requests: AsyncIterator[Any], context: Context) -> None:
             try:
-                with self._place(path):
+                with self._calls.here(context), self._place(path):
                     await answer(requests, context)
             except FishjaxError as error:
                 self._calls.count(path.rpartition("/")[2], STATUS[type(error)].name.lower())

@@ -19,7 +19,7 @@ from grpc_reflection.v1alpha import reflection
 from fishjax.errors import Draining, InvalidRequest, NotReady
 from fishjax.rpc.v1 import tts_pb2, tts_pb2_grpc
 
-from .call import Calls
+from .call import GOODBYE_S, Calls
 from .config import ServerConfig
 from .contract import Speech
 from .desk import LoopState
@@ -62,6 +62,7 @@ class Server:
         self._settled = asyncio.Event()  # the warm-up is over, for better or worse
         self._failed = asyncio.Event()
         self._grpc: grpc.aio.Server | None = None
+        self._calls: Calls | None = None
         self._stop_metrics: Callable[[], None] | None = None
         self._loop: SynthesisLoop[Mailbox] | None = None
         self._stopped = False
@@ -97,7 +98,7 @@ class Server:
         )
         self.metrics.watch(self._loop.desk.load, engine.voices)
         keys = read_keys(config)
-        calls = Calls(keys, self.metrics, self._clock)
+        calls = self._calls = Calls(keys, self.metrics, self._clock)
         self._grpc = grpc.aio.server(
             interceptors=[Guard(calls, config.max_silence_s, _KEYLESS)],
             options=[
@@ -176,13 +177,17 @@ class Server:
     async def stop(self, drain_s: float | None = None) -> None:
         """Take no more requests, give those that are here `drain_s` seconds (None: the configured time), end.
 
+        Until then the port answers: new calls, and those that are left at the end, get Draining.
+
         A second call while the first one waits cuts its time short.
         """
         if self._loop is not None:
             self._loop.desk.drain()
         self._health.close()
+        if self._calls is not None:
+            await self._calls.close(self.config.drain_s if drain_s is None else drain_s)
         if self._grpc is not None:
-            await self._grpc.stop(self.config.drain_s if drain_s is None else drain_s)
+            await self._grpc.stop(GOODBYE_S)  # for who was told just now
         if self._loop is not None:
             await asyncio.to_thread(self._loop.stop)
         self._settled.set()

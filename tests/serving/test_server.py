@@ -575,3 +575,43 @@ async def test_the_client_waits_for_ready(serve):
         waiting = asyncio.create_task(asyncio.to_thread(wait, PATIENCE_S))
         engine.warmup_gate.open()
         await waiting
+
+
+async def test_who_is_left_at_the_end_of_the_drain_is_told_so(serve):
+    """Running, waiting for a slot, waiting for text, or not even asked yet: none of them has left by itself."""
+    async with serve(FakeEngine(num_slots=1)) as running:
+        running.engine.gate.close()
+        calls = [running.tts.Synthesize(request("w " * 50), timeout=PATIENCE_S) for _ in range(3)]
+        calls.append(running.tts.SynthesizeLive(timeout=PATIENCE_S))
+        await calls[-1].write(tts_pb2.SynthesizeLiveRequest(start=tts_pb2.LiveStart()))
+        for call in calls:
+            assert (await call.read()).HasField("header")
+        calls.append(running.channel.stream_stream("/fishjax.rpc.v1.Tts/Synthesize")(timeout=PATIENCE_S))
+        await until(lambda: len(running.server._calls._here) == 5)
+        stopping = asyncio.create_task(running.server.stop(drain_s=0.1))
+        for call in calls:
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await rest(call)
+            assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+            assert caught.value.details() == "the server shuts down and could not wait for the end of this call: try another server"
+        running.engine.gate.open()
+        await asyncio.wait_for(stopping, PATIENCE_S)
+        outcome = running.server.metrics.registry.get_sample_value
+        for rpc, number in (("Synthesize", 4.0), ("SynthesizeLive", 1.0)):
+            assert outcome("fishjax_requests_total", {"rpc": rpc, "outcome": "unavailable"}) == number
+            assert outcome("fishjax_requests_total", {"rpc": rpc, "outcome": "cancelled"}) is None
+
+
+async def test_new_calls_are_told_of_the_drain_and_health_of_the_end(serve):
+    async with serve() as running:
+        running.engine.gate.close()
+        call = running.tts.Synthesize(request("w " * 5), timeout=PATIENCE_S)
+        assert (await call.read()).HasField("header")
+        stopping = asyncio.create_task(running.server.stop(drain_s=PATIENCE_S))
+        await until(lambda: running.server._loop.desk.state is LoopState.DRAINING)
+        error = await refused(running, request())
+        assert error.code() is grpc.StatusCode.UNAVAILABLE and "shutting down" in error.details()
+        assert await health(running) == NOT_SERVING
+        running.engine.gate.open()
+        assert (await rest(call))[-1].summary.num_frames == 5
+        await stopping
