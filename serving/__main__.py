@@ -20,10 +20,8 @@ from fishjax.errors import FishjaxError
 from . import logs
 from .config import ServerConfig
 from .contract import Speech
-from .keys import read_keys
 from .options_file import read_options
-from .server import build
-from .tls import server_credentials
+from .server import build, check
 
 logger = logging.getLogger(__name__)
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
@@ -49,7 +47,8 @@ def serve(
     precision: Annotated[
         str | None,
         typer.Option(
-            help="bf16, or per module: slow=fp8,fast=bf16,head=bf16,kv=fp8,codec=bf16", show_default="fp32 on a CPU"
+            help="bf16, or per module: slow=fp8,fast=bf16,head=bf16,kv=fp8,codec=bf16",
+            show_default="as converted, else fp32 on a CPU, bf16 on a GPU",
         ),
     ] = None,
     fused: Annotated[
@@ -118,9 +117,7 @@ def serve(
         drain_s=drain,
         slow_reader_s=slow_reader,
     )
-    # Mistakes are told before a model is loaded.
-    server_credentials(settings)
-    read_keys(settings)
+    check(settings)  # mistakes that need no model to be seen are told before one is loaded
     from fishjax.engine.compile_cache import default_folder, keep_compiled
     from fishjax.engine.engine import sound_group_for
     from fishjax.engine.xla_flags import set_xla_flags

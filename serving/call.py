@@ -125,7 +125,7 @@ class Calls:
 
     @contextmanager
     def here(self, context: Context) -> Iterator[None]:
-        """The task that enters answers a call until it leaves: `close` waits for it. Raises Draining if that ends it."""
+        """The task that enters is answering a call until it leaves. Raises Draining if `close` ends it."""
         task = asyncio.current_task()
         assert task is not None, "a call is answered by a task"
         self._here.add(task)
@@ -151,7 +151,7 @@ class Calls:
         except asyncio.CancelledError:
             if not self._over or context.cancelled() or context.done():
                 raise
-            raise Draining("the server shuts down and could not wait for the end of this call: try another server") from None
+            raise Draining("the server is shutting down and could not wait for this call: try another server") from None
 
     def count(self, rpc: str, outcome: str) -> None:
         """A call has ended."""

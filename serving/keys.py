@@ -11,12 +11,12 @@ It holds the SHA-256 of each key, never a key. Keys are 32 random bytes, so a pl
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import json
 import math
 import re
 import secrets
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
@@ -29,6 +29,8 @@ from .config import ServerConfig
 from .plan import Priority
 
 _SCHEME = "bearer "
+_NAME = re.compile(r"[\w.-]{1,64}")
+_NAME_RULE = "name must be 1 to 64 letters, digits, '.', '_' or '-'"
 _RETRY_S = 1.0  # when a key has too many requests at once: nobody knows when one of them ends
 
 
@@ -75,7 +77,9 @@ class KeyRing:
         try:
             entries = json.loads(path.read_text(encoding="utf-8"))["keys"]
             keys = [_parse(entry, number) for number, entry in enumerate(entries, start=1)]
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except OSError as error:
+            raise InvalidRequest(f"the file of API keys cannot be read: {error.strerror}") from error
+        except (ValueError, KeyError, TypeError) as error:
             raise InvalidRequest('the file of API keys cannot be read: it must be JSON, {"keys": [...]}') from error
         if not keys:
             raise InvalidRequest("the file of API keys holds no key: nobody could call")
@@ -132,8 +136,8 @@ def _parse(entry: dict[str, Any], number: int) -> ApiKey:
 
     if unknown := set(entry) - {field.name for field in fields(ApiKey)}:
         raise wrong(f"the field {min(unknown)!r} is unknown")
-    if not isinstance(entry.get("name"), str) or not re.fullmatch(r"[\w.-]{1,64}", entry["name"]):
-        raise wrong("name must be 1 to 64 letters, digits, '.', '_' or '-'")
+    if not isinstance(entry.get("name"), str) or not _NAME.fullmatch(entry["name"]):
+        raise wrong(_NAME_RULE)
     if not re.fullmatch(r"[0-9a-f]{64}", str(entry.get("sha256"))):
         raise wrong("sha256 must be 64 hexadecimal digits in lower case")
     values = dict(entry)
@@ -148,10 +152,18 @@ def _parse(entry: dict[str, Any], number: int) -> ApiKey:
     return ApiKey(**values)
 
 
-if __name__ == "__main__":
-    if len(sys.argv) != 2:
-        sys.exit("usage: python -m serving.keys NAME")
+def main() -> None:
+    """Command line: make a key, and say what goes where."""
+    parser = argparse.ArgumentParser(prog="python -m serving.keys", description="Make an API key for a caller.")
+    parser.add_argument("name", metavar="NAME", help="whose key it is: 1 to 64 letters, digits, '.', '_' or '-'")
+    name = parser.parse_args().name
+    if not _NAME.fullmatch(name):
+        parser.error(f"{_NAME_RULE}, not {name!r}")
     secret = secrets.token_urlsafe(32)
-    print(f"key, to be given to {sys.argv[1]}; it is shown this once: {secret}")
+    print(f"key, to be given to {name}; it is shown this once: {secret}")
     print("entry for the file of --api-keys:")
-    print(json.dumps({"name": sys.argv[1], "sha256": hashlib.sha256(secret.encode()).hexdigest()}))
+    print(json.dumps({"name": name, "sha256": hashlib.sha256(secret.encode()).hexdigest()}))
+
+
+if __name__ == "__main__":
+    main()

@@ -12,13 +12,18 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from fishjax.errors import InvalidRequest
-
+from .address import check_free
 from .contract import Voices
 
 _WAIT_BUCKETS_S = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1, 2.5, 5, 10, 30)
 _STEP_BUCKETS_S = (0.001, 0.002, 0.003, 0.004, 0.005, 0.0075, 0.01, 0.02, 0.03, 0.0464, 0.1, 0.25, 1)
+_LOOPBACK = "127.0.0.1"
 _FACTOR_BUCKETS = (0.5, 0.8, 1, 1.25, 1.5, 2, 3, 5, 8, 12, 20)
+
+
+def check_port(port: int) -> None:
+    """Raises InvalidRequest when metrics cannot have the port."""
+    check_free(_LOOPBACK, port, " for metrics")
 
 
 class _VoiceCounts(Collector):
@@ -97,10 +102,8 @@ class Metrics:
 
         Raises InvalidRequest when the port cannot be had.
         """
-        try:
-            httpd, thread = start_http_server(port, "127.0.0.1", self.registry)
-        except OSError as error:
-            raise InvalidRequest(f"cannot listen on 127.0.0.1:{port} for metrics: the port is taken") from error
+        check_port(port)
+        httpd, thread = start_http_server(port, _LOOPBACK, self.registry)
 
         def stop() -> None:
             httpd.shutdown()

@@ -19,6 +19,7 @@ from grpc_reflection.v1alpha import reflection
 from fishjax.errors import Draining, InvalidRequest, NotReady
 from fishjax.rpc.v1 import tts_pb2, tts_pb2_grpc
 
+from .address import bare, check_free, join
 from .call import GOODBYE_S, Calls
 from .config import ServerConfig
 from .contract import Speech
@@ -28,12 +29,12 @@ from .health import Health
 from .keys import read_keys
 from .loop import SynthesisLoop
 from .mailbox import Mailbox, deliver
-from .metrics import Metrics
+from .metrics import Metrics, check_port
 from .references import ReferenceReader
 from .scheduler import Scheduler
 from .servicer import TtsServicer
 from .tls import server_credentials
-from .voices import VoiceStore
+from .voices import VoiceStore, open_folder
 
 logger = logging.getLogger(__name__)
 SERVICE_NAME = tts_pb2.DESCRIPTOR.services_by_name["Tts"].full_name
@@ -71,10 +72,11 @@ class Server:
     async def start(self) -> None:
         """Listen, and begin to warm up.
 
-        Raises InvalidRequest when the slots are too short to speak, the address cannot be had, or a file of keys or
-        certificates is not in order, WeightsError when the folder of voices is not.
+        Raises InvalidRequest when the slots are too short to speak, and as `check` does, WeightsError for a file in the
+        folder of voices that is no voice of this model.
         """
         engine, config = self._speech.engine, self.config
+        check(config)
         if engine.max_len < (least := self._speech.least_max_len):
             raise InvalidRequest(
                 f"--max-len must be at least {least} for this model, not {engine.max_len}: no text fits a shorter slot"
@@ -140,20 +142,19 @@ class Server:
         tts_pb2_grpc.add_TtsServicer_to_server(servicer, self._grpc)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._grpc)
         reflection.enable_server_reflection((SERVICE_NAME, HEALTH_NAME, reflection.SERVICE_NAME), self._grpc)
-        address, credentials = f"{config.host}:{config.port}", server_credentials(config)
+        address, credentials = join(config.host, config.port), server_credentials(config)
         try:
             if credentials is None:
                 port = self._grpc.add_insecure_port(address)
             else:
                 port = self._grpc.add_secure_port(address, credentials)
         except RuntimeError as error:
-            reasons = "the port is taken, or the address is not this machine's"
-            if credentials is not None:
-                reasons += ", or the certificate and its key do not fit each other"
-            raise InvalidRequest(f"cannot listen on {address}: {reasons}") from error
+            check_free(config.host, config.port)  # somebody may have come first
+            reason = "gRPC does not take the certificate and its key" if credentials else "gRPC cannot bind it"
+            raise InvalidRequest(f"cannot listen on {address}: {reason}") from error
         if credentials is None and not _is_loopback(config.host):
             logger.warning("anybody on the network can read what is said here: there is no encryption")
-        self.address = f"{config.host}:{port}"
+        self.address = join(config.host, port)
         if config.metrics_port is not None:
             metrics_port, self._stop_metrics = self.metrics.serve(config.metrics_port)
             self.metrics_address = f"127.0.0.1:{metrics_port}"
@@ -210,11 +211,25 @@ class Server:
 
 
 def _is_loopback(host: str) -> bool:
-    return host in ("localhost", "::1", "[::1]") or host.startswith("127.")
+    return bare(host) in ("localhost", "::1") or host.startswith("127.")
 
 
 def _post(aio: asyncio.AbstractEventLoop, function: Callable[..., None], argument: object) -> None:
     aio.call_soon_threadsafe(function, argument)
+
+
+def check(config: ServerConfig) -> None:
+    """Look at all that a server needs but its model: keys, certificates, folder of voices, ports.
+
+    Raises InvalidRequest for what is not in order.
+    """
+    server_credentials(config)
+    read_keys(config)
+    if config.voices is not None:
+        open_folder(config.voices)
+    check_free(config.host, config.port)
+    if config.metrics_port is not None:
+        check_port(config.metrics_port)
 
 
 def build(speech: Speech, config: ServerConfig | None = None, *, clock: Callable[[], float] = time.monotonic) -> Server:

@@ -63,11 +63,23 @@ def check_voice_id(voice_id: str) -> None:
         )
 
 
+def open_folder(folder: Path) -> None:
+    """Make the folder of voices if it is not there. Raises InvalidRequest for a place that cannot be one."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError) as error:
+        raise InvalidRequest("the folder of voices cannot be had: a file is in its place") from error
+    except OSError as error:
+        raise InvalidRequest(f"the folder of voices cannot be had: {error.strerror}") from error
+    if not os.access(folder, os.R_OK | os.W_OK | os.X_OK):
+        raise InvalidRequest("the folder of voices cannot be had: this user may not write in it")
+
+
 class VoiceStore:
     """At most `max_voices` voices of one model. Belongs to one asyncio loop; files are written in `executor`.
 
-    With a `folder` its voices are read at once; it is made if it is not there. Raises WeightsError for a file that is
-    no voice of this model.
+    With a `folder` its voices are read at once; it is made if it is not there, now and whenever a voice is stored.
+    Raises InvalidRequest for a folder that cannot be had, WeightsError for a file that is no voice of this model.
     """
 
     def __init__(
@@ -81,7 +93,7 @@ class VoiceStore:
         self._changing = asyncio.Lock()
         self._voices: dict[str, Voice] = {}
         if folder is not None:
-            folder.mkdir(parents=True, exist_ok=True)
+            open_folder(folder)
             for path in sorted(folder.glob(f"*{_SUFFIX}")):
                 self._voices[path.stem] = self._load(path)
 
@@ -120,9 +132,11 @@ class VoiceStore:
     async def delete(self, voice_id: str) -> None:
         """Forget a voice; requests that speak with it go on. Raises VoiceNotFound."""
         async with self._changing:
-            self.get(voice_id)
+            if voice_id not in self._voices:
+                raise VoiceNotFound("no voice with this voice_id is stored: ListVoices names those that are")
             if self._folder is not None:
-                await self._in_pool((self._folder / f"{voice_id}{_SUFFIX}").unlink)
+                path = self._folder / f"{voice_id}{_SUFFIX}"
+                await self._in_pool(partial(path.unlink, missing_ok=True))  # somebody may have tidied up
             del self._voices[voice_id]
 
     async def _in_pool(self, function: Callable[[], object]) -> None:
@@ -154,6 +168,7 @@ class VoiceStore:
 
 def _write(path: Path, data: bytes) -> None:
     """Replace a file by a whole one, and make sure that it stays."""
+    path.parent.mkdir(parents=True, exist_ok=True)  # somebody may have tidied up
     draft = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
         with draft.open("xb") as file:

@@ -129,6 +129,18 @@ def test_a_new_key_opens_the_door_that_its_entry_makes(tmp_path):
     assert keys.authenticate(f"Bearer {first.split()[-1]}").name == "acme"
 
 
+@pytest.mark.parametrize("name", ["a b", "../x", "", "a" * 65, "--nothing"])
+def test_a_name_that_the_server_would_refuse_gets_no_key(name):
+    made = subprocess.run([sys.executable, "-m", "serving.keys", name], capture_output=True, text=True)
+    assert (made.returncode, made.stdout) == (2, "")
+    assert "name must be 1 to 64 letters" in made.stderr or "NAME" in made.stderr
+
+
+def test_help_is_no_name():
+    made = subprocess.run([sys.executable, "-m", "serving.keys", "--help"], capture_output=True, text=True)
+    assert made.returncode == 0 and made.stdout.startswith("usage: python -m serving.keys")
+
+
 def bearer(secret=SECRET):
     return (("authorization", f"Bearer {secret}"),)
 

@@ -5,6 +5,7 @@ import logging
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 
@@ -128,14 +129,34 @@ def test_help_names_units_and_defaults():
     assert "Seconds" in result.stdout
 
 
-def test_usage_errors_exit_2(tmp_path):
+def test_usage_errors_exit_2():
     assert serving("--slots", "0").returncode == 2
-    for options in (("--api-keys", tmp_path / "none"), ("--tls-cert", tmp_path / "none")):
-        result = serving(*map(str, options))
-        assert result.returncode == 2
-        assert result.stderr.startswith("error: ")  # before a model was loaded
-        assert str(tmp_path) not in result.stderr
     assert serving("--port", "70000").returncode == 2
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ("--api-keys {folder}/none", "the file of API keys cannot be read: No such file or directory"),
+        ("--tls-cert {folder}/none", "tls_cert and tls_key belong together: give both or neither"),
+        ("--voices {folder}/file", "the folder of voices cannot be had: a file is in its place"),
+        ("--voices {folder}/file/x", "the folder of voices cannot be had: a file is in its place"),
+        ("--voices /proc/x", "the folder of voices cannot be had: No such file or directory"),
+        ("--port {taken}", "cannot listen on 127.0.0.1:{taken}: the port is taken"),
+        ("--port 0 --metrics-port {taken}", "cannot listen on 127.0.0.1:{taken} for metrics: the port is taken"),
+        ("--host bogus.invalid --port 5", "'bogus.invalid' is no address, and no name that resolves to one"),
+        ("--host 192.0.2.1 --port 0", "cannot listen on 192.0.2.1:0: the address is not this machine's"),
+        ("--host 2001:db8::1 --port 0", "cannot listen on [2001:db8::1]:0: the address is not this machine's"),
+    ],
+)
+def test_mistakes_that_need_no_model_are_one_sentence_before_it_is_loaded(tmp_path, options, sentence):
+    (tmp_path / "file").touch()
+    with socket.create_server(("127.0.0.1", 0)) as somebody:
+        values = {"folder": tmp_path, "taken": somebody.getsockname()[1]}
+        result = serving(*options.format(**values).split())
+        assert result.returncode == 2
+        assert result.stderr.startswith("error: ") and result.stderr.count("\n") == 1
+        assert sentence.format(**values) in result.stderr and str(tmp_path) not in result.stderr
 
 
 def test_slots_too_short_to_speak_are_refused_at_start():
@@ -160,6 +181,7 @@ def started(monkeypatch, tmp_path):
 
     monkeypatch.setattr(fishjax.speech, "load", load)
     monkeypatch.setattr(command_line, "run", run)
+    monkeypatch.setattr(command_line, "check", lambda config: None)  # of this machine's ports and folders
     monkeypatch.setattr(FakeEngine, "memory", "none", raising=False)
 
     def start(*arguments, file=None, environment=None):

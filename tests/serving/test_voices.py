@@ -4,6 +4,7 @@ import asyncio
 import io
 import itertools
 import os
+import shutil
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
 
@@ -107,6 +108,24 @@ async def test_a_write_that_fails_leaves_nothing_behind(store, tmp_path, monkeyp
     assert list(tmp_path.iterdir()) == []
     with pytest.raises(VoiceNotFound):
         voices.get("a")
+
+
+async def test_a_folder_that_somebody_has_tidied_up(serve, tmp_path):
+    """A voice whose file is gone can be deleted, and the next one makes the folder again."""
+    folder = tmp_path / "voices"
+    async with serve(voices=folder) as running:
+        for name in ("anna", "bob"):
+            create = tts_pb2.CreateVoiceRequest(voice_id=name, references=references((clip(), "x")))
+            await running.tts.CreateVoice(create)
+        (folder / "anna.safetensors").unlink()
+        await running.tts.DeleteVoice(tts_pb2.DeleteVoiceRequest(voice_id="anna"))
+        shutil.rmtree(folder)
+        await running.tts.DeleteVoice(tts_pb2.DeleteVoiceRequest(voice_id="bob"))
+        await running.tts.CreateVoice(create)
+        assert [path.name for path in folder.iterdir()] == ["bob.safetensors"]
+        assert [v.voice_id for v in (await running.tts.ListVoices(tts_pb2.ListVoicesRequest())).voices] == ["bob"]
+        error = await refused(running.tts.DeleteVoice(tts_pb2.DeleteVoiceRequest(voice_id="anna")))
+        assert error.details() == "no voice with this voice_id is stored: ListVoices names those that are"
 
 
 @pytest.mark.parametrize("data", [b"", b"not a voice"])
@@ -314,11 +333,16 @@ async def test_requests_that_wait_have_let_go_of_their_clips(serve):
 async def test_a_clip_is_encoded_in_pieces_between_the_steps_of_others(serve):
     async with serve(FakeEngine(num_slots=1)) as running:
         running.engine.references.piece_samples = 1000
-        speaking = asyncio.create_task(speak(running, text="w " * 2000))
-        while not running.engine.runs:
-            await asyncio.sleep(0.001)
+        running.engine.gate.close()
+        speaking = asyncio.create_task(speak(running, text="w " * 30_000))
         create = tts_pb2.CreateVoiceRequest(voice_id="anna", references=references((clip(0.5), "x")))
-        made = (await running.tts.CreateVoice(create)).voice
+        while running.server._loop.desk.load() != (1, 0):
+            await asyncio.sleep(0.001)
+        creating = asyncio.ensure_future(running.tts.CreateVoice(create))
+        while not creating.done():  # step by step, else all is spoken before the clip is decoded
+            running.engine.gate.allow(1)
+            await asyncio.sleep(0.001)
+        made = creating.result().voice
         trace = [entry for entry in running.engine.trace if entry[0] in ("step", "reference")]
         pieces = [at for at, entry in enumerate(trace) if entry[0] == "reference"]
         assert [trace[at][1:] for at in pieces] == [(1000, False), *[(1000, True)] * 10, (25, True)]
