@@ -109,7 +109,7 @@ class _Chain:
         last = jax.device_get((inputs[-1], copies[(self.plan.calls - 1) % self.plan.copies], outputs[-1]))
         del outputs
         times: dict[str, Any] = time_replays(
-            lambda: jax.block_until_ready(self._compiled(*leaves)[-1]), self.plan.calls
+            lambda: functools.partial(jax.block_until_ready, self._compiled(*leaves)[-1]), self.plan.calls
         )
         times["kernel_us"], reason = kernel_us(self._compiled, leaves, self.plan.calls)
         if reason:

@@ -8,15 +8,17 @@ from pathlib import Path
 from typing import Any
 
 from .cases import MATMULS, OPS, PEERS
-from .frozen import BASELINES
+from .frozen import BASELINES, path_of
 from .gate.tables import gate_table, voice_sentence, voice_table
 from .markdown import table
-from .serve.tables import serve_tables, soak_table
+from .serve.tables import serve_tables, soak_table, speed_sentence
 from .step.tables import step_table, trace_tables
 
 PUBLISHED = Path(__file__).parent / "published.json"
 VOICE_DEVICE = "cpu"
 """The card of the voice quotes what is measured there: everybody can measure it again."""
+SPEED_DEVICE = "nvidia-h200"
+"""README quotes what a server does there."""
 
 
 def kernel_tables(document: dict[str, Any]) -> str:
@@ -154,6 +156,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "soak": soak_markdown,
     "voice": lambda: voice_table(_voice()),
     "voice in a sentence": lambda: voice_sentence(_voice()),
+    "speed in a sentence": lambda: speed_sentence(json.loads(path_of("serve", SPEED_DEVICE).read_text())),
 }
 """What stands between the markers of a page, by their name."""
 
@@ -206,6 +209,8 @@ def write_plots(folder: Path, baselines: Path = BASELINES) -> list[Path]:
                 (line,) = axes.plot(m, [row["host_us"] for row in rows], "o-", label=label)
                 axes.plot(m, [row["floor_us"] for row in rows], "--", color=line.get_color())
             axes.set_xscale("log", base=2)
+            counts = sorted({row["m"] for rows in series.values() for row in rows})
+            axes.set_xticks(counts, [str(count) for count in counts])
             axes.set(yscale="log", xlabel="m (rows; slots)", ylabel="us a call", title=f"{op}; dashed: floor")
             axes.legend(fontsize="small", loc="center left", bbox_to_anchor=(1, 0.5))
             target = folder / f"{document['header']['device']}-{op}.png"

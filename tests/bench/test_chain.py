@@ -48,8 +48,22 @@ def test_plans_are_cold_long_and_never_short_of_copies():
 
 
 def test_time_of_a_replay():
-    times = timing.time_replays(lambda: sum(range(2000)), calls=4)
+    running = []
+
+    def start():
+        running.append(len(running))
+        assert len(running) - len(ended) <= 2  # the one that is waited for, and the next
+
+        def wait():
+            ended.append(running[len(ended)])
+            sum(range(2000))
+
+        return wait
+
+    ended = []
+    times = timing.time_replays(start, calls=4)
     assert times["host_us"] > 0 and times["host_us_spread"] >= 0
+    assert ended == running and len(ended) > timing.MIN_REPLAYS
 
 
 @pytest.mark.parametrize("part", ["kernel", "xla_bf16", "xla_fp8"])

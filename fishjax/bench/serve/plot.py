@@ -20,6 +20,7 @@ def plot_loads(document: Mapping[str, Any], path: Path) -> None:
     for share in (50, 95, 99):
         latency.plot(callers, [row[f"ttfa_ms_p{share}"] for row in rows], "o-", label=f"TTFA p{share}")
     latency.set_xscale("log", base=2)
+    latency.set_xticks(callers, [str(count) for count in callers])
     latency.set(xlabel="callers at once", ylabel="ms to the first sound", title=document["load"]["model"])
     rate = latency.twinx()
     rate.plot(callers, [row["frames_per_s"] for row in rows], "s--", color="black", label="frames/s")

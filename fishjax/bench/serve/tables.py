@@ -56,6 +56,18 @@ def ratio(document: Mapping[str, Any]) -> str:
     return f"1 -> {many['concurrency']} callers: {times:.1f} times the frames/s."
 
 
+def speed_sentence(document: Mapping[str, Any]) -> str:
+    """What the fewest and the most callers of the closed loops had, in a sentence."""
+    closed = sorted((row for row in document["rows"] if row["loop"] == "closed"), key=lambda row: row["concurrency"])
+    one, most = closed[0], closed[-1]
+    return (
+        f"On one {document['header']['device']} with {document['load']['model']}, sound included, one caller hears the "
+        f"first sound after {one['ttfa_ms_p50']:.0f} ms (median) and gets {one['frames_per_s']:.0f} frames a second; of "
+        f"{most['concurrency']} callers at once the median waits {most['ttfa_ms_p50']:.0f} ms, and together they get "
+        f"{most['frames_per_s']:,.0f} frames, {most['audio_s_per_s']:.0f} s of sound, a second."
+    )
+
+
 def lane(document: Mapping[str, Any]) -> str:
     """What fill requests did to slots and real traffic; empty without the lane."""
     rows = {row["loop"]: row for row in document["rows"]}
