@@ -134,6 +134,7 @@ class Calls:
                 yield
         finally:
             self._here.discard(task)
+            del task  # which holds what is raised, and that this frame
 
     async def close(self, patience_s: float) -> None:
         """Wait for the calls that are here now; after `patience_s` seconds end those that are left with Draining."""

@@ -33,6 +33,7 @@ class ServerConfig:
     max_voices: int = 1000  # that may be stored
     max_cached_bytes: int = 64 * 1024 * 1024  # of codes of reference clips, kept by content
     max_message_bytes: int = 32 * 1024 * 1024  # of a request; what the server sends is far smaller
+    max_incoming_bytes: int = 512 * 1024 * 1024  # of requests on their way and of clips that are not read yet
     decode_threads: int = 2  # for reference clips and tokenising
 
     def __post_init__(self):
@@ -56,6 +57,11 @@ class ServerConfig:
         ):
             if getattr(self, name) < low:
                 raise InvalidRequest(f"{name} must be at least {low}, not {getattr(self, name)}")
+        if self.max_incoming_bytes < self.max_message_bytes:
+            raise InvalidRequest(
+                f"max_incoming_bytes must be at least max_message_bytes, {self.max_message_bytes}, "
+                f"not {self.max_incoming_bytes}"
+            )
         for name in ("slow_reader_s", "max_unread_s", "max_silence_s"):
             if not getattr(self, name) > 0:
                 raise InvalidRequest(f"{name} must be above 0 seconds, not {getattr(self, name)}")

@@ -7,7 +7,6 @@ one that never comes. On the wire a unary request is a stream of one message, so
 
 from __future__ import annotations
 
-import asyncio
 import inspect
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
@@ -21,6 +20,7 @@ from google.protobuf.message import DecodeError
 from fishjax.errors import DeadlineExceeded, FishjaxError, InvalidRequest, QueueFull
 
 from .call import STATUS, Calls, Context, end
+from .incoming import Incoming
 
 _RETRY_S = 5.0  # when too many hold a place: nobody knows when one of them leaves
 _EOF: Any = grpc.aio.EOF  # pyright: ignore[reportAttributeAccessIssue]
@@ -28,13 +28,14 @@ Answer = Callable[[AsyncIterator[Any], Context], Awaitable[None]]
 
 
 class Guard(grpc.aio.ServerInterceptor):
-    """Gives a request `patience_s` seconds to come.
+    """Gives a request `patience_s` seconds to come, while `incoming` has room.
 
     `places`: the path of a method that needs no key -> how many may be in it at once; they cannot crowd out the others.
     """
 
-    def __init__(self, calls: Calls, patience_s: float, places: Mapping[str, int]):
+    def __init__(self, calls: Calls, incoming: Incoming, patience_s: float, places: Mapping[str, int]):
         self._calls = calls
+        self._incoming = incoming
         self._patience_s = patience_s
         self._places = places
         self._taken: Counter[str] = Counter()
@@ -64,7 +65,15 @@ class Guard(grpc.aio.ServerInterceptor):
                 self._calls.count(path.rpartition("/")[2], STATUS[type(error)].name.lower())
                 await end(context, error)
 
-        return guarded
+        async def and_forgotten(requests: AsyncIterator[Any], context: Context) -> None:
+            try:
+                await guarded(requests, context)
+            except grpc.aio.AbortError as error:
+                # The context keeps it, and with its traceback it would keep all that the call has read.
+                error.__context__ = None
+                raise error.with_traceback(None)  # noqa: B904
+
+        return and_forgotten
 
     def _unary(self, path: str, handler: Any) -> Answer:
         async def answer(_: AsyncIterator[Any], context: Context) -> None:
@@ -81,8 +90,7 @@ class Guard(grpc.aio.ServerInterceptor):
     async def _only(self, context: Context) -> Any:
         """The request. Read from the context: the iterator of requests keeps the last one that it gave."""
         try:
-            async with asyncio.timeout(self._patience_s):
-                request = await context.read()
+            request = await self._incoming.read(context.read(), self._patience_s)
         except TimeoutError:
             raise DeadlineExceeded(f"the request did not come within {self._patience_s:g} s") from None
         if request is _EOF:

@@ -26,6 +26,7 @@ from .contract import Speech
 from .desk import LoopState
 from .guard import Guard
 from .health import Health
+from .incoming import Incoming
 from .keys import read_keys
 from .loop import SynthesisLoop
 from .mailbox import Mailbox, deliver
@@ -64,6 +65,7 @@ class Server:
         self._failed = asyncio.Event()
         self._grpc: grpc.aio.Server | None = None
         self._calls: Calls | None = None
+        self._incoming: Incoming | None = None
         self._stop_metrics: Callable[[], None] | None = None
         self._loop: SynthesisLoop[Mailbox] | None = None
         self._stopped = False
@@ -101,8 +103,9 @@ class Server:
         self.metrics.watch(self._loop.desk.load, engine.voices)
         keys = read_keys(config)
         calls = self._calls = Calls(keys, self.metrics, self._clock)
+        incoming = self._incoming = Incoming(config.max_incoming_bytes, config.max_message_bytes)
         self._grpc = grpc.aio.server(
-            interceptors=[Guard(calls, config.max_silence_s, _KEYLESS)],
+            interceptors=[Guard(calls, incoming, config.max_silence_s, _KEYLESS)],
             options=[
                 ("grpc.max_receive_message_length", config.max_message_bytes),
                 ("grpc.max_send_message_length", _LARGEST_ANSWER_BYTES),
@@ -135,6 +138,7 @@ class Server:
             voices,
             keys,
             calls,
+            incoming,
             self.metrics,
             config,
             self._clock,

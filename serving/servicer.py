@@ -14,11 +14,13 @@ from fishjax.audio.encode import AudioFormat, StreamEncoder
 from fishjax.engine.sampling_params import SamplingParams
 from fishjax.errors import DeadlineExceeded, InvalidRequest
 from fishjax.rpc.v1 import tts_pb2, tts_pb2_grpc
+from fishjax.text.prompt import Reference
 
 from .call import Call, Calls, Context
 from .config import ServerConfig
 from .contract import Speech
 from .desk import Desk
+from .incoming import Incoming
 from .keys import KeyRing
 from .mailbox import Mailbox
 from .metrics import Metrics
@@ -57,6 +59,7 @@ class TtsServicer(tts_pb2_grpc.TtsServicer):
         voices: VoiceStore,
         keys: KeyRing,
         calls: Calls,
+        incoming: Incoming,
         metrics: Metrics,
         config: ServerConfig,
         clock: Callable[[], float],
@@ -68,6 +71,7 @@ class TtsServicer(tts_pb2_grpc.TtsServicer):
         self._voices = voices
         self._keys = keys
         self._calls = calls
+        self._incoming = incoming
         self._metrics = metrics
         self._config = config
         self._clock = clock
@@ -85,7 +89,7 @@ class TtsServicer(tts_pb2_grpc.TtsServicer):
     ) -> None:
         """Speak a text that arrives in pieces."""
         async with self._calls.answering(context, "SynthesizeLive") as call:
-            start = await self._next_piece(request_iterator)
+            start = await self._next_piece(request_iterator, first=True)
             if start is None or not start.HasField("start"):
                 raise InvalidRequest("the first message of SynthesizeLive must be 'start'")
             asked = self._parse(start.start, None, call)
@@ -109,10 +113,12 @@ class TtsServicer(tts_pb2_grpc.TtsServicer):
                     raise InvalidRequest("a message of SynthesizeLive is empty: send text, flush or end")
 
     async def _next_piece(
-        self, messages: AsyncIterator[tts_pb2.SynthesizeLiveRequest]
+        self, messages: AsyncIterator[tts_pb2.SynthesizeLiveRequest], *, first: bool = False
     ) -> tts_pb2.SynthesizeLiveRequest | None:
         patience_s = self._config.max_silence_s
         try:
+            if first:  # which has the clips
+                return await self._incoming.read(anext(messages, None), patience_s)
             async with asyncio.timeout(patience_s):
                 return await anext(messages, None)
         except TimeoutError:
@@ -133,8 +139,7 @@ class TtsServicer(tts_pb2_grpc.TtsServicer):
         pace = ReaderPace(self._config.slow_reader_s, self._clock)
         first_audio_s = None
         num_frames = 0
-        read = self._references.read
-        async with Session(request, self._speech, self._desk, self._executor, read, self._clock) as session:
+        async with Session(request, self._speech, self._desk, self._executor, self._read, self._clock) as session:
             header = self._header(request, session.reference_frames)
             await pace.write(context.write(tts_pb2.SynthesizeResponse(header=header)), 0.0)
             if pieces is not None:
@@ -178,6 +183,10 @@ class TtsServicer(tts_pb2_grpc.TtsServicer):
         if pieces is None:  # else the text sets the pace
             took_s = max(self._clock() - started_s, 1e-6)
             self._metrics.real_time_factor.labels(priority).observe(summary.audio_seconds / took_s)
+
+    async def _read(self, clips: tuple[Clip, ...]) -> Sequence[Reference]:
+        with self._incoming.hold(_num_bytes(clips)):
+            return await self._references.read(clips)
 
     def _header(self, request: SpeechRequest, reference_frames: int) -> tts_pb2.Header:
         engine = self._speech.engine
@@ -242,12 +251,13 @@ class TtsServicer(tts_pb2_grpc.TtsServicer):
                 raise InvalidRequest("a voice needs at least one reference")
             if request.voice_id:
                 check_voice_id(request.voice_id)
-            digest = await asyncio.get_running_loop().run_in_executor(self._executor, clips_digest, clips)
-            voice_id = request.voice_id or f"voice-{digest[:20]}"
-            if (voice := self._voices.find(voice_id, digest)) is None:
-                with self._keys.using(call.key, self._clock()):
-                    references = await self._references.read(clips)
-                voice = await self._voices.add(Voice(voice_id, digest, tuple(references)))
+            with self._incoming.hold(_num_bytes(clips)):
+                digest = await asyncio.get_running_loop().run_in_executor(self._executor, clips_digest, clips)
+                voice_id = request.voice_id or f"voice-{digest[:20]}"
+                if (voice := self._voices.find(voice_id, digest)) is None:
+                    with self._keys.using(call.key, self._clock()):
+                        references = await self._references.read(clips)
+                    voice = await self._voices.add(Voice(voice_id, digest, tuple(references)))
             logger.info("voice %s: %d clips", voice.voice_id, len(voice.references))
             return tts_pb2.CreateVoiceResponse(voice=self._voice_to_proto(voice))
         return tts_pb2.CreateVoiceResponse()  # the caller went away
@@ -318,6 +328,10 @@ def check_clips(references: Sequence[tts_pb2.Reference], config: ServerConfig) -
         if not reference.transcript.strip():
             raise InvalidRequest(f"reference {number} has no transcript: say what is spoken in the clip")
     return tuple(Clip(reference.audio, reference.transcript) for reference in references)
+
+
+def _num_bytes(clips: Sequence[Clip]) -> int:
+    return sum(len(clip.audio) for clip in clips)
 
 
 def _sampling(message: tts_pb2.Sampling, speech: Speech) -> SamplingParams:

@@ -72,8 +72,10 @@ class Session:
         request = self._request
         self._desk.reserve(request.request_id, request.priority, deadline_s=request.deadline_s)
         try:
-            references = request.voice or await self._read(tuple(request.clips))
-            request.clips.clear()
+            try:
+                references = request.voice or await self._read(tuple(request.clips))
+            finally:
+                request.clips.clear()
             self.reference_frames = sum(reference.codes_KT.shape[1] for reference in references)
             self._utterance = await self._in_pool(self._speech.utterance, request.text, references, request.sampling)
             if request.text is not None:

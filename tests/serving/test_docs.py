@@ -62,5 +62,11 @@ def test_the_largest_message_is_that_of_the_code():
     assert f"request message, unpacked | {ServerConfig().max_message_bytes // 2**20} MiB" in PAGE
 
 
+def test_the_bytes_on_their_way_are_those_of_the_code():
+    config = ServerConfig()
+    assert f"| {config.max_incoming_bytes // 2**20} MiB; what has not come within half a second" in PAGE
+    assert f"counts as {config.max_message_bytes // 2**20} MiB" in PAGE
+
+
 def test_the_size_of_a_piece_of_a_clip_is_that_of_the_code():
     assert f"in pieces of {PIECE_FRAMES} frames" in PAGE

@@ -90,6 +90,31 @@ async def test_a_request_that_never_comes_is_not_waited_for(serve, path):
         assert code is grpc.StatusCode.DEADLINE_EXCEEDED and "0.1 s" in sentence
 
 
+async def test_callers_who_take_their_time_cannot_fill_the_memory(serve, monkeypatch):
+    """What does not come in a moment counts as the largest message there may be; who is quick is served beside it."""
+    monkeypatch.setattr("serving.incoming._MOMENT_S", 0.05)
+    async with serve(max_message_bytes=100_000, max_incoming_bytes=250_000) as running:
+        slow = [running.channel.stream_stream(path)(timeout=PATIENCE_S) for path in (TTS[0], TTS[1])]
+        async with asyncio.timeout(PATIENCE_S):
+            while running.server._incoming._num_bytes < 200_000:
+                await asyncio.sleep(0.001)
+        for path in TTS[:2]:
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await send(running, path, None)
+            assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+            assert "200000 bytes of requests on their way" in caught.value.details()
+            assert int(dict(caught.value.trailing_metadata())["grpc-retry-pushback-ms"]) >= 1000
+        monkeypatch.setattr("serving.incoming._MOMENT_S", PATIENCE_S)
+        await is_well(running)
+        await slow[0].write(SPEAK)
+        assert tts_pb2.SynthesizeResponse.FromString(await slow[0].read()).HasField("header")
+        for call in slow:
+            call.cancel()
+        async with asyncio.timeout(PATIENCE_S):
+            while running.server._incoming._num_bytes:
+                await asyncio.sleep(0.001)
+
+
 async def test_more_than_one_request_in_a_call_is_one(serve):
     async with serve() as running:
         answers = await send(running, TTS[0], of(SPEAK, SPEAK, NO_MESSAGE))

@@ -78,6 +78,7 @@ async def test_pace_does_not_wait_for_ever():
         ("max_queue", -1),
         ("slow_reader_s", 0),
         ("max_message_bytes", 10),
+        ("max_incoming_bytes", 1_000_000),
     ],
 )
 def test_config_names_the_wrong_field(field, value):

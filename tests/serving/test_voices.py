@@ -1,11 +1,13 @@
 """Stored voices and the cache of clips: what is kept, for how long, and what is never read or encoded twice."""
 
 import asyncio
+import gc
 import io
 import itertools
 import os
 import shutil
 import subprocess
+import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
 
 import grpc
@@ -328,6 +330,45 @@ async def test_requests_that_wait_have_let_go_of_their_clips(serve):
         assert resident_mb() - before_mb < 12 * len(audio) / 1e6 / 2
         for call in calls:
             call.cancel()
+
+
+async def test_clips_that_wait_to_be_read_are_bounded(serve):
+    message = tts_pb2.SynthesizeRequest(text="a b", references=references((clip(2.0), "x")))
+    create = tts_pb2.CreateVoiceRequest(references=message.references)
+    async with serve(max_message_bytes=100_000, max_incoming_bytes=150_000) as running:
+        running.engine.gate.close()
+        ahead = running.tts.Synthesize(tts_pb2.SynthesizeRequest(text="w " * 9), timeout=PATIENCE_S)
+        await ahead.read()
+        waits = asyncio.create_task(speak(running, clips=[(clip(2.0), "x")]))
+        while not running.server._incoming._num_bytes:
+            await asyncio.sleep(0.001)
+        for call in (running.tts.Synthesize(message).read(), running.tts.CreateVoice(create)):
+            error = await refused(call)
+            assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+            assert "grpc-retry-pushback-ms" in dict(error.trailing_metadata())
+        running.engine.gate.open()
+        assert await waits
+        assert running.server._incoming._num_bytes == 0
+        await running.tts.CreateVoice(create)
+
+
+async def test_what_is_refused_is_let_go_at_once(serve):
+    """Not when Python next looks for cycles: it counts objects, and a few of them hold hundreds of megabytes."""
+    noise, num_calls = bytes(1_000_000), 20
+    message = tts_pb2.SynthesizeRequest(text="a b", references=references((noise, "x")))
+    async with serve() as running:
+        await refused(running.tts.Synthesize(message).read())
+        gc.collect()
+        gc.disable()
+        tracemalloc.start()
+        try:
+            for _ in range(num_calls):
+                await refused(running.tts.Synthesize(message).read())
+            held = tracemalloc.get_traced_memory()[0]
+        finally:
+            tracemalloc.stop()
+            gc.enable()
+        assert held < num_calls * len(noise) / 4
 
 
 async def test_a_clip_is_encoded_in_pieces_between_the_steps_of_others(serve):
