@@ -26,6 +26,7 @@ from fishjax.codec import Codec
 from fishjax.codec.stream import init_stream
 from fishjax.config import Fused
 from fishjax.engine import memory, steps
+from fishjax.engine.ahead import Program, compile_ahead
 from fishjax.engine.chunks import SMALLEST_CHUNK, Chunk, cut, widths
 from fishjax.engine.prefix import Prefix
 from fishjax.engine.references import ReferenceEncoder
@@ -190,8 +191,14 @@ class Engine:
         self._top_k_B = np.ones(num_slots, np.int32)
 
     def warmup(self, progress: Callable[[str], None] | None = None) -> None:
-        """Compile every program by running it once; afterwards nothing compiles. `progress` hears what is next."""
+        """Compile every program and run it once; afterwards nothing compiles. `progress` hears what is done or next."""
         say = progress or (lambda _: None)
+        sound, others = self._programs()
+        say("compiling")
+        # XLA chooses convolutions by timing them, so the programs of the codec have the device alone.
+        for program in sound:
+            compile_ahead([program], say)
+        compile_ahead(others, say)
         for width in self._widths:
             say(f"prefill of {width} columns")
             columns_CT = np.zeros((self.num_codebooks + 1, min(width, self.max_len - 1) + 1), np.int32)
@@ -362,6 +369,27 @@ class Engine:
         if reason := why_not(model, self.num_slots, fused):
             raise InvalidRequest(f"fused kernels do not know this model: {reason}")
         return fused
+
+    def _programs(self) -> tuple[list[Program], list[Program]]:
+        """Those that take long to compile, the codec's and the others."""
+        none_B, slot = np.zeros(self.num_slots, bool), np.int32(0)
+        inputs = StepInputs(none_B, none_B, none_B)
+        output = StepOutput(is_end_B=none_B, codes_BK=np.zeros((self.num_slots, self.num_codebooks), np.int32))
+        output = jax.device_put(output, jax.local_devices()[0])
+        sound: list[Program] = [("sound", self._sound, (self._codec_state, output, inputs))]
+        if self.sound_group > 1:
+            name = f"sound of {self.sound_group} frames"
+            sound.append((name, self._group_sound, (self._codec_state, self._held_BKW, none_B)))
+        sound.append(self.references.program())
+        others: list[Program] = [
+            (f"decode step, {'short' if short else 'whole'} ordering of candidates", bound, (self._state, inputs))
+            for short, bound in self._decode.items()
+        ]
+        for width in self._widths:
+            columns_1KT = np.zeros((1, self.num_codebooks + 1, width), np.int32)
+            row = segment_start(columns_1KT[0, :, -1], width, 0, SamplingParams())
+            others.append((f"prefill of {width} columns", self._prefill, (self._state, columns_1KT, slot, row, slot)))
+        return sound, others
 
     def _put_voice(self, blocks: tuple[KVCache, ...], slot: int) -> None:
         cache = self._state.cache

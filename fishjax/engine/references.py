@@ -15,6 +15,7 @@ import numpy as np
 
 from fishjax.codec import Codec
 from fishjax.codec.encode_stream import EncodeStreamState, init_encode_stream, stream_encode
+from fishjax.engine.ahead import Program
 from fishjax.engine.steps import bind
 from fishjax.errors import InvalidRequest
 
@@ -55,10 +56,18 @@ class ReferenceEncoder:
         self._silence = jax.device_put(silence, jax.local_devices()[0])
 
     def cut(self, audio_T: np.ndarray) -> list[Piece]:
-        """Mono float32 samples at the codec's rate, in pieces, up to `max_frames`. Raises InvalidRequest for none."""
-        audio_T = np.asarray(audio_T, np.float32)[: self.max_frames * self._samples_per_frame]
+        """Mono float32 samples (T,) at the codec's rate, in pieces, up to `max_frames`.
+
+        Raises InvalidRequest for none of them, more than one channel, and samples that are no numbers.
+        """
+        audio_T = np.asarray(audio_T, np.float32)
+        if audio_T.ndim != 1:
+            raise InvalidRequest(f"the reference audio must be one channel, shape (T,), not {audio_T.shape}")
+        audio_T = audio_T[: self.max_frames * self._samples_per_frame]
         if not audio_T.size:
             raise InvalidRequest("the reference audio is empty")
+        if not np.isfinite(audio_T).all():
+            raise InvalidRequest("the reference audio has samples that are NaN or infinite")
         pieces, longest = [], PIECE_FRAMES * self._samples_per_frame
         for start in range(0, audio_T.size, longest):
             part_T = audio_T[start : start + longest]
@@ -70,6 +79,11 @@ class ReferenceEncoder:
         """Encode a clip's first piece, or the one `after` another; returns at once."""
         state, codes_1KF = self._encode(self._silence if after is None else after.state, piece.audio_1T)
         return PendingCodes(state, codes_1KF, piece.num_frames)
+
+    def program(self) -> Program:
+        """What `encode` calls."""
+        audio_1T = np.zeros((1, PIECE_FRAMES * self._samples_per_frame), np.float32)
+        return "reference encoder", self._encode, (self._silence, audio_1T)
 
     def encode_whole(self, audio_T: np.ndarray) -> np.ndarray:
         """A clip as `cut` takes it -> codes int32 (codebooks, frames), with nobody else to think of."""

@@ -62,8 +62,8 @@ def speed_sentence(document: Mapping[str, Any]) -> str:
     one, most = closed[0], closed[-1]
     return (
         f"On one {document['header']['device']} with {document['load']['model']}, sound included, one caller hears the "
-        f"first sound after {one['ttfa_ms_p50']:.0f} ms (median) and gets {one['frames_per_s']:.0f} frames a second; of "
-        f"{most['concurrency']} callers at once the median waits {most['ttfa_ms_p50']:.0f} ms, and together they get "
+        f"first sound after {one['ttfa_ms_p50']:.0f} ms (median) and gets {one['frames_per_s']:.0f} frames a second; "
+        f"of {most['concurrency']} callers at once the median waits {most['ttfa_ms_p50']:.0f} ms, and they get "
         f"{most['frames_per_s']:,.0f} frames, {most['audio_s_per_s']:.0f} s of sound, a second."
     )
 
