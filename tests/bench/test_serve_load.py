@@ -2,6 +2,10 @@
 
 import asyncio
 import json
+import os
+import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -115,6 +119,32 @@ async def test_every_bad_manner_ends_as_it_must(serve):
 async def _misbehave(stub, number):
     request = tts_pb2.SynthesizeRequest(text=prompt(SEED, number))
     return await mischief.misbehave(stub, request, number, "real")
+
+
+def _children(pid):
+    """Processes that a process has started: id -> command line."""
+    shown = subprocess.run(["ps", "-A", "-o", "pid=,ppid=,args="], capture_output=True, text=True, check=True).stdout
+    rows = [line.split(maxsplit=2) for line in shown.splitlines()]
+    return {int(row[0]): row[2] for row in rows if int(row[1]) == pid}
+
+
+def test_a_bench_that_is_told_to_end_takes_its_server_along():
+    """`timeout` sends SIGTERM; a server that stays would hold the device."""
+    command = [sys.executable, "-m", "fishjax.bench", "serve", "--slots", "1", "--concurrency", "1"]
+    bench = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        servers = []
+        while not servers:
+            assert bench.poll() is None
+            time.sleep(0.05)
+            servers = [pid for pid, command in _children(bench.pid).items() if "-m serving" in command]
+        bench.terminate()
+        assert bench.wait(60) == 128 + signal.SIGTERM
+        with pytest.raises(ProcessLookupError):
+            os.kill(servers[0], 0)
+    finally:
+        bench.kill()
+        bench.wait()
 
 
 @pytest.mark.parametrize("broken", ["a frame is lost", "the summary is lost", "half a frame"])

@@ -61,6 +61,7 @@ def serve(
     from fishjax.status_line import StatusLine
 
     from .run import Measuring, Suite, device_seen
+    from .server import ended_by_sigterm
     from .tables import serve_tables
     from .verdict import Thresholds, slower, unsound, verdicts
 
@@ -97,7 +98,7 @@ def serve(
     if soak is not None:
         _soak(suite, soak, thresholds, seen, out, freeze, json_output)
         return
-    with _exit_1_if_it_fails(), StatusLine() as status:
+    with ended_by_sigterm(), _exit_1_if_it_fails(), StatusLine() as status:
         document = Measuring(suite, seen, thresholds, status).run()
     frozen.say(serve_tables(document))
     _write(document, out, json_output)
@@ -129,11 +130,12 @@ def _soak(
     from fishjax.status_line import StatusLine
 
     from .run import server_options
+    from .server import ended_by_sigterm
     from .soak import soak, to_document
     from .tables import soak_table
 
     num_slots = max(suite.slots)
-    with _exit_1_if_it_fails(), StatusLine() as status:
+    with ended_by_sigterm(), _exit_1_if_it_fails(), StatusLine() as status:
         found = asyncio.run(soak(server_options(suite, num_slots), num_slots, seconds, thresholds.soak, status))
     document = to_document(found, seen, seconds, num_slots)
     frozen.say(soak_table(document))

@@ -101,11 +101,13 @@ async def run_callers(plan: CallersPlan) -> list[Call]:
             calls = read_calls(await process.stdout.read())
             code = await process.wait()
     except TimeoutError:
-        process.kill()
-        await process.wait()
         raise MeasurementFailed(
             f"calls hang: some were not over {_LAST_CALLS_S:g} s after the last one began"
         ) from None
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
     if code:
         raise MeasurementFailed(f"a process of callers ended with exit code {code}")
     return calls
