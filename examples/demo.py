@@ -8,10 +8,13 @@ The server is its own process on a free loopback port and is stopped at the end.
 from __future__ import annotations
 
 import argparse
+import contextlib
+import signal
 import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import grpc
@@ -55,9 +58,38 @@ def main() -> None:
     arguments = parser.parse_args()
     if not arguments.text.strip():
         parser.error("there is no text to say: --text is blank")
+    try:
+        arguments.text.encode("utf-8")
+    except UnicodeEncodeError:
+        parser.error("--text cannot be said: its bytes are not UTF-8")
     if not arguments.output.parent.is_dir():
         parser.error(f"cannot write {arguments.output}: the folder {arguments.output.parent} does not exist")
+    for number in (signal.SIGTERM, signal.SIGHUP):  # else the server would stay
+        signal.signal(number, lambda received, _: sys.exit(128 + received))
+    try:
+        speak(arguments.text, arguments.output)
+    except KeyboardInterrupt:
+        sys.exit(128 + signal.SIGINT)
 
+
+@contextlib.contextmanager
+def server_process(command: list[str]) -> Iterator[subprocess.Popen[bytes]]:
+    """A process that ends with us. Ctrl-C is for us alone, and we tell it."""
+    server = subprocess.Popen(command, start_new_session=True)
+    try:
+        yield server
+    finally:
+        server.terminate()
+        try:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                server.wait(timeout=30)
+        finally:
+            server.kill()  # nothing, once it has ended
+            server.wait()
+
+
+def speak(text: str, output: Path) -> None:
+    """Start the server, let it say the text, write what comes."""
     address = f"127.0.0.1:{free_port()}"
     command = [
         sys.executable,
@@ -70,12 +102,11 @@ def main() -> None:
         "--log-level",
         "warning",
     ]
-    server = subprocess.Popen(command)
     try:
-        with Client(address) as client:
+        with server_process(command) as server, Client(address) as client:
             wait_until_ready(client, server, timeout_s=300)
             called = time.perf_counter()
-            speech = client.synthesize(arguments.text, top_k=1)  # greedy: what is understood best
+            speech = client.synthesize(text, top_k=1)  # greedy: what is understood best
             pieces, first_sound_s = [], 0.0
             for chunk in speech:
                 first_sound_s = first_sound_s or time.perf_counter() - called
@@ -84,15 +115,12 @@ def main() -> None:
             rate_hz, summary = speech.header.sample_rate_hz, speech.summary
     except grpc.RpcError as error:
         sys.exit(f"the server refused: {error.details()}")  # type: ignore[attr-defined]
-    finally:
-        server.terminate()
-        server.wait(timeout=30)
     if not pieces or summary is None:
         sys.exit("the model ended before its first sound")
     samples = np.concatenate(pieces)
-    write_wav(arguments.output, [samples.astype(np.float32) / 32768], rate_hz)
+    write_wav(output, [samples.astype(np.float32) / 32768], rate_hz)
     seconds = len(samples) / rate_hz
-    print(f'said "{arguments.text}" into {arguments.output}')
+    print(f'said "{text}" into {output}')
     print(
         f"sound {seconds:.2f} s   first sound after {1000 * first_sound_s:.0f} ms   "
         f"real-time factor {total_s / seconds:.2f}   ({summary.num_frames} frames)"
