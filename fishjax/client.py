@@ -10,7 +10,7 @@ Text that is still being written is spoken sentence by sentence (None among the 
 
         speech = client.synthesize_live(language_model.pieces())
 
-Errors are the service's own: `grpc.RpcError`, whose `details()` is a sentence.
+Errors are the service's own: `grpc.RpcError`, whose `details()` is a sentence. What cannot be sent is InvalidRequest.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ import grpc
 import numpy as np
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from fishjax.errors import InvalidRequest
 from fishjax.rpc.v1 import tts_pb2, tts_pb2_grpc
 
 _MAX_MESSAGE_BYTES = 32 * 1024 * 1024
@@ -36,10 +37,10 @@ class SpeechOptions(TypedDict, total=False):
     `voice_id`: a stored voice. Or `references`: clips (a sound file's bytes, or its path) with their words.
     """
 
-    voice_id: str
-    references: Sequence[tuple[bytes | os.PathLike[str], str]]
-    audio_format: tts_pb2.AudioFormat
-    priority: tts_pb2.Priority
+    voice_id: str | None
+    references: Sequence[tuple[bytes | os.PathLike[str], str]] | None
+    audio_format: tts_pb2.AudioFormat | None
+    priority: tts_pb2.Priority | None
     temperature: float | None
     top_p: float | None
     top_k: int | None
@@ -110,8 +111,8 @@ class Client:
     def synthesize(
         self, text: str, *, timeout_s: float | None = None, **options: Unpack[SpeechOptions]
     ) -> SpeechStream:
-        """Speak `text`; returns at once. `timeout_s` limits the whole call, in seconds."""
-        request = tts_pb2.SynthesizeRequest(text=text, **_fields(options))
+        """Speak `text`; returns at once. `timeout_s` limits the whole call, in seconds. Raises InvalidRequest."""
+        request = tts_pb2.SynthesizeRequest(text=_utf8(text), **_fields(options))
         return SpeechStream(self._tts.Synthesize(request, timeout=timeout_s, metadata=self._metadata))
 
     def synthesize_live(
@@ -130,7 +131,7 @@ class Client:
                 if piece is None:
                     yield tts_pb2.SynthesizeLiveRequest(flush=tts_pb2.LiveFlush())
                 else:
-                    yield tts_pb2.SynthesizeLiveRequest(text=piece)
+                    yield tts_pb2.SynthesizeLiveRequest(text=_utf8(piece))
             yield tts_pb2.SynthesizeLiveRequest(end=tts_pb2.LiveEnd())
 
         return SpeechStream(self._tts.SynthesizeLive(messages(), timeout=timeout_s, metadata=self._metadata))
@@ -142,7 +143,7 @@ class Client:
         timeout_s: float = 60.0,
     ) -> tts_pb2.Voice:
         """Store clips with their words as a voice, to be named in `synthesize`. Raises grpc.RpcError."""
-        request = tts_pb2.CreateVoiceRequest(voice_id=voice_id, references=_references(references))
+        request = tts_pb2.CreateVoiceRequest(voice_id=_utf8(voice_id), references=_references(references))
         return self._tts.CreateVoice(request, timeout=timeout_s, metadata=self._metadata).voice
 
     def voices(self, timeout_s: float = 10.0) -> list[tts_pb2.Voice]:
@@ -191,16 +192,27 @@ def _fields(options: SpeechOptions) -> dict[str, Any]:
         raise TypeError(f"there is no option {min(unknown)!r} of speech")
     sampling = {name: options.get(name) for name in ("temperature", "top_p", "top_k", "seed", "max_frames")}
     return {
-        "voice_id": options.get("voice_id", ""),
-        "references": _references(options.get("references", ())),
-        "format": options.get("audio_format", tts_pb2.PCM_S16LE),
-        "priority": options.get("priority", tts_pb2.PRIORITY_UNSPECIFIED),
+        "voice_id": _utf8(options.get("voice_id") or ""),
+        "references": _references(options.get("references") or ()),
+        "format": options.get("audio_format") or tts_pb2.PCM_S16LE,
+        "priority": options.get("priority") or tts_pb2.PRIORITY_UNSPECIFIED,
         "sampling": tts_pb2.Sampling(**sampling),
     }
 
 
+def _utf8(text: str) -> str:
+    """The text. Raises InvalidRequest for one that has no UTF-8: half a character, of a broken escape or bytes."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise InvalidRequest(
+            f"the text cannot be sent: its character {error.start + 1} is a lone surrogate, half of a character"
+        ) from None
+    return text
+
+
 def _references(clips: Sequence[tuple[bytes | os.PathLike[str], str]]) -> list[tts_pb2.Reference]:
     return [
-        tts_pb2.Reference(audio=clip if isinstance(clip, bytes) else Path(clip).read_bytes(), transcript=words)
+        tts_pb2.Reference(audio=clip if isinstance(clip, bytes) else Path(clip).read_bytes(), transcript=_utf8(words))
         for clip, words in clips
     ]

@@ -554,6 +554,10 @@ async def test_the_client_speaks_to_it(serve, tmp_path):
                 assert speech.header.seed == 3
                 samples = np.concatenate([chunk.samples for chunk in speech])
                 wav = b"".join(chunk.data for chunk in client.synthesize("a b", seed=4, audio_format=tts_pb2.WAV))
+                assert list(client.synthesize("a", references=None, voice_id=None, audio_format=None, priority=None))
+                for broken in ({"text": "a\udcff"}, {"text": "a", "voice_id": "b\ud800"}):
+                    with pytest.raises(InvalidRequest, match="is a lone surrogate"):
+                        client.synthesize(**broken)
                 with pytest.raises(TypeError, match="no option 'sede'"):
                     client.synthesize("a", sede=3)  # pyright: ignore
                 with pytest.raises(grpc.RpcError) as caught:
