@@ -8,8 +8,9 @@ one-request form of it, used by `python -m fishjax say`.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +19,7 @@ from fishjax.config import Fused, SpeechProfile
 from fishjax.engine.engine import Engine
 from fishjax.engine.sampling_params import SamplingParams
 from fishjax.engine.utterance import Utterance, least_max_len
+from fishjax.errors import InvalidRequest
 from fishjax.text.live import LiveText
 from fishjax.text.prompt import Prompter, Reference
 from fishjax.text.tokenizer import Tokenizer
@@ -34,6 +36,7 @@ class SpeechModel:
     engine: Engine
     prompter: Prompter
     profile: SpeechProfile
+    _slot_0: threading.Lock = field(default_factory=threading.Lock, init=False, repr=False, compare=False)
 
     def utterance(
         self, text: str | None, references: Sequence[Reference] = (), sampling: SamplingParams | None = None
@@ -62,7 +65,10 @@ class SpeechModel:
         return LiveText(self.profile.segment_bytes, keep_tags=self.profile.keep_tags)
 
     def reference(self, audio_T: np.ndarray, transcript: str) -> Reference:
-        """A voice to speak with: mono float32 samples at the engine's rate, and what is said in them."""
+        """A voice to speak with: mono float32 samples (T,) at the engine's rate, and what is said in them.
+
+        Raises InvalidRequest for another shape, and for samples that are NaN or infinite.
+        """
         return Reference(transcript, self.engine.references.encode_whole(audio_T))
 
     def default_sampling(self, seed: int = 0) -> SamplingParams:
@@ -71,7 +77,19 @@ class SpeechModel:
         return SamplingParams(profile.temperature, profile.top_p, profile.top_k, seed)
 
     def speak(self, utterance: Utterance) -> Iterator[np.ndarray]:
-        """Sound of an utterance, one frame (samples_per_frame float32 samples) at a time, from slot 0."""
+        """Sound of an utterance, one frame (samples_per_frame float32 samples) at a time, from slot 0.
+
+        Raises InvalidRequest while another utterance is being spoken: one at a time, each to its end or closed.
+        """
+        if not self._slot_0.acquire(blocking=False):
+            raise InvalidRequest("another utterance is being spoken: hear it to its end, or close it, before the next")
+        try:
+            yield from self._speak(utterance)
+        finally:
+            self.engine.free(0)
+            self._slot_0.release()
+
+    def _speak(self, utterance: Utterance) -> Iterator[np.ndarray]:
         engine = self.engine
         while (prompt := utterance.next_prompt()) is not None:
             prefix = engine.prefill(
@@ -93,7 +111,6 @@ class SpeechModel:
                 if accepted.segment_done:
                     break
                 pending = following
-        engine.free(0)
 
 
 def load(

@@ -107,7 +107,7 @@ class Session:
                 await self._say(live.flush() if piece is None else await self._in_pool(live.feed, piece), last=False)
             await self._say(live.flush(), last=True)
             if self._utterance is not None:
-                raise InvalidRequest("there is no text to speak: all of it was empty or blank")
+                raise InvalidRequest("there is no text to speak: all of it was tags, spaces or invisible characters")
         except FishjaxError as error:
             self._mailbox.put(Failed(error))
         except Exception:

@@ -49,13 +49,13 @@ def split_for_speech(text: str, max_bytes: int) -> list[str]:
     Nothing else is lost: without white space and speaker tags, the segments joined are the text. (A word cut at
     graphemes may lose an invisible one.)
 
-    Raises InvalidRequest for a text with nothing to say: empty, white space, or speaker tags alone.
+    Raises InvalidRequest for a text with nothing to say: white space, invisible characters or speaker tags alone.
     """
     if max_bytes < 1:
         raise ValueError(f"max_bytes must be positive, not {max_bytes}")
     pieces = [(i, piece) for i, turn in enumerate(_turns(text)) for piece in _cut_turn(*turn, max_bytes)]
     if not pieces:
-        raise InvalidRequest("the text is blank: there is nothing to say")
+        raise InvalidRequest("there is nothing to say: the text is blank, only tags, spaces or invisible characters")
     segments: list[list[str]] = []
     num_bytes, last_turn = 0, -1
     for turn, piece in pieces:

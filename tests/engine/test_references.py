@@ -57,6 +57,20 @@ def test_no_piece_is_longer_than_the_bound_and_what_is_too_long_is_cut(engine):
     assert not heard_T[longest:].any()
 
 
+@pytest.mark.parametrize("shape", [(), (1, 500), (500, 2)])
+def test_more_than_one_channel_is_refused(engine, shape):
+    with pytest.raises(InvalidRequest, match=r"one channel, shape \(T,\), not \("):
+        engine.references.cut(np.zeros(shape, np.float32))
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_samples_that_are_no_numbers_are_refused(engine, value):
+    audio_T = clip(500)
+    audio_T[300] = value
+    with pytest.raises(InvalidRequest, match="NaN or infinite"):
+        engine.references.cut(audio_T)
+
+
 def test_an_empty_clip_is_refused(engine):
     with pytest.raises(InvalidRequest, match="empty"):
         engine.references.cut(np.zeros(0, np.float32))

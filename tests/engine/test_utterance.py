@@ -209,8 +209,14 @@ def test_a_prompt_without_room_is_refused_with_numbers(make):
 
 @pytest.mark.parametrize("text", ["", "  \n\t "])
 def test_blank_text_is_refused(make, text):
-    with pytest.raises(InvalidRequest):
+    with pytest.raises(InvalidRequest, match="nothing to say"):
         make(text)
+
+
+@pytest.mark.parametrize("text", ["<|im_end|>", "<|semantic:5|> <|speaker:0|>", "[laugh]", "\u200b"])
+def test_a_text_of_tags_alone_is_not_called_empty(make, text):
+    with pytest.raises(InvalidRequest, match="only tags, spaces or invisible characters"):
+        make(text, keep_tags=False)
 
 
 def test_tags_are_dropped_for_a_model_trained_without_them(make, prompter):

@@ -95,7 +95,7 @@ def test_white_space_runs_speak_like_single_spaces():
 
 @pytest.mark.parametrize("text", ["", " ", "\n\t ", "\u00a0\u200b", "<|speaker:0|>", " <|speaker:0|>\n<|speaker:1|> "])
 def test_blank_text_is_refused(text):
-    with pytest.raises(InvalidRequest, match="blank"):
+    with pytest.raises(InvalidRequest, match="blank, only tags, spaces or invisible characters"):
         split_for_speech(text, 200)
 
 
