@@ -26,7 +26,7 @@ class FinishReason(StrEnum):
     """Why an utterance ended."""
 
     STOP = "stop"  # the model said so
-    LENGTH = "length"  # max_frames, or the slot's cache, was full
+    LENGTH = "length"  # max_frames, the slot's cache or, in a segment, max_segment_frames was full
     RUNAWAY = "runaway"  # more frames than the text can need: the model missed its end
     EMPTY = "empty"  # the model ended before the first frame
 
