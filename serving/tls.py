@@ -27,8 +27,13 @@ def _check_pair(cert: Path, key: Path) -> None:
     try:
         ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(cert, key, password="")  # else it asks the terminal
     except ssl.SSLError as error:
-        if error.reason == "KEY_VALUES_MISMATCH":
-            raise InvalidRequest("tls_cert and tls_key do not fit each other") from error
+        match error.reason:
+            case "KEY_VALUES_MISMATCH":
+                raise InvalidRequest("tls_cert and tls_key do not fit each other") from error
+            case None:
+                raise InvalidRequest("tls_cert must hold a certificate, tls_key a key without passphrase") from error
+            case _:
+                pass  # gRPC is less strict: it takes a key that is short
 
 
 def _read(path: Path, field: str) -> bytes:

@@ -33,6 +33,7 @@ def pems(tmp_path_factory):
         openssl(*new, "-subj", f"/CN={name}", "-keyout", f"{name}.key", "-out", f"{name}.csr")
         sign = ("-CA", "ca.pem", "-CAkey", "ca.key", "-CAcreateserial", "-days", "2", "-extfile", "san")
         openssl("x509", "-req", "-in", f"{name}.csr", *sign, "-out", f"{name}.pem")
+    openssl("rsa", "-aes256", "-passout", "pass:x", "-in", "server.key", "-out", "locked.key")
     return folder
 
 
@@ -78,9 +79,11 @@ async def test_mutual_tls_serves_only_whom_the_ca_has_signed(serve, pems):
         ({"tls_key": "missing.key"}, "tls_key cannot be read: No such file"),
         ({"tls_cert": "san"}, "tls_cert must be a PEM file"),
         ({"tls_key": "ca.key"}, "do not fit each other"),
+        ({"tls_key": "locked.key"}, "tls_key a key without passphrase"),
+        ({"tls_cert": "server.key"}, "tls_cert must hold a certificate"),
     ],
 )
-async def test_files_that_are_not_in_order(pems, fields, sentence):
+async def test_files_that_are_not_in_order(pems, fields, sentence, capfd):
     paths = {name: file and pems / file for name, file in fields.items()}
     with pytest.raises(InvalidRequest, match=sentence) as caught:
         server = build(FakeSpeech(), ServerConfig(port=0, **{**config(pems), **paths}))
@@ -89,3 +92,4 @@ async def test_files_that_are_not_in_order(pems, fields, sentence):
         finally:
             await server.stop(0)
     assert str(pems) not in str(caught.value)
+    assert ".cc:" not in capfd.readouterr().err  # nothing in gRPC's own words
