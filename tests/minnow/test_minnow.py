@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 import socket
 import subprocess
 import sys
 import wave
+from pathlib import Path
 
 import grpc
 import numpy as np
@@ -61,6 +63,14 @@ def test_a_recogniser_hears_prompts_that_were_never_trained_on(client):
         errors += word_errors(text.split(), hear(audio, rate_hz).split())
         words += len(text.split())
     assert errors / words <= FROZEN_WER + SLACK
+
+
+def test_what_the_readme_says_is_heard(client):
+    readme = (Path(__file__).parents[2] / "README.md").read_text()
+    texts = re.findall(r'(?:TEXT=|fishjax say |synthesize\()"([^"]+)"', readme)
+    assert len(texts) == 3
+    rate_hz = client.server_info().sample_rate_hz
+    assert [hear(say(client, text, top_k=1)[0], rate_hz) for text in texts] == texts
 
 
 def test_the_same_seed_gives_the_same_samples_and_another_gives_others(client):
