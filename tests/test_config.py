@@ -40,6 +40,7 @@ def write(golden, tmp_path):
     ("field", "value", "says"),
     [
         ("dim", "twelve", "dim must be a whole number of at least 1, not 'twelve'"),
+        ("n_layer", 10**9, "num_layers must be at most 1,024, not 1,000,000,000"),
         ("dim", 256.5, "dim must be .* not 256.5"),
         ("dim", True, "dim must be .* not True"),
         ("n_head", 0, "n_head must be .* not 0"),

@@ -10,7 +10,7 @@ from typing import Any
 
 from fishjax.errors import WeightsError
 
-from .fields import positive, read, reader, real, whole_numbers
+from .fields import few_layers, positive, read, reader, real, whole_numbers
 from .files import read_config
 
 _DEFAULTS = {"encoder_window": 512, "general_head_dim": 64, "norm_eps": 1e-5, "rope_base": 10000.0}
@@ -31,7 +31,8 @@ class CodecTransformerConfig:
     rope_base: float = 10000.0
 
     def __post_init__(self):
-        positive(self, "num_layers", "dim", "num_heads", "head_dim", "ffn_dim", "window")
+        few_layers(self)
+        positive(self, "dim", "num_heads", "head_dim", "ffn_dim", "window")
         real(self, "norm_eps", "rope_base")
 
 

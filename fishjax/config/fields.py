@@ -10,6 +10,8 @@ from typing import Any, TypeVar
 from fishjax.errors import WeightsError
 
 _Config = TypeVar("_Config", bound=Any)
+MAX_LAYERS = 1024
+"""Far more than any model of these families has."""
 
 
 def reader(raw: Mapping[str, Any], prefix: str = "") -> Callable[[str], Any]:
@@ -33,6 +35,13 @@ def positive(config: Any, *names: str) -> None:
     """Whole numbers of at least 1."""
     for name in names:
         check_whole(name, getattr(config, name), 1)
+
+
+def few_layers(config: Any) -> None:
+    """At most MAX_LAYERS, since modules are made one by one before anybody looks for their tensors."""
+    positive(config, "num_layers")
+    if config.num_layers > MAX_LAYERS:
+        raise WeightsError(f"num_layers must be at most {MAX_LAYERS:,}, not {config.num_layers:,}")
 
 
 def whole(config: Any, *names: str) -> None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from fishjax.errors import WeightsError
 
-from .fields import flag, positive, real
+from .fields import few_layers, flag, positive, real
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +26,8 @@ class TransformerConfig:
     qk_norm: bool = False
 
     def __post_init__(self):
-        positive(self, "num_layers", "dim", "num_heads", "num_kv_heads", "head_dim", "ffn_dim")
+        few_layers(self)
+        positive(self, "dim", "num_heads", "num_kv_heads", "head_dim", "ffn_dim")
         real(self, "rope_base", "norm_eps")
         flag(self, "qkv_bias", "o_bias", "qk_norm")
         if self.num_heads % self.num_kv_heads:
