@@ -4,6 +4,7 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from fishjax.engine.ahead import compile_ahead
@@ -20,9 +21,9 @@ def test_programs_compile_once_and_nothing_runs(compiles):
     compile_ahead([(name, bound, (x,)) for name, x in examples.items()], said.append)
     assert compiles.count == before + 3
     assert sorted(said) == [f"compiled: {name}" for name in sorted(examples)]
-    for x in examples.values():  # not donated: nothing ran
-        assert bound(x).sum() == 3 * len(x)
-    assert compiles.count == before + 3 + 3  # the sums
+    results = [bound(x) for x in examples.values()]  # no argument was donated: nothing had run
+    assert compiles.count == before + 3
+    assert all((np.asarray(result) == 1).all() for result in results)
 
 
 def test_a_program_that_cannot_be_says_so():
