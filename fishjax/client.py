@@ -65,27 +65,39 @@ class Chunk:
 class SpeechStream:
     """One call: iterate over it once for its chunks. `summary` is there when the iteration is over."""
 
-    def __init__(self, call: Any):
+    def __init__(self, call: Any, faults: Sequence[Exception] = ()):
         self.summary: tts_pb2.Summary | None = None
         self._call = call
+        self._faults = faults  # of the text that the call sends
         self._header: tts_pb2.Header | None = None
 
     @property
     def header(self) -> tts_pb2.Header:
         """Sample rate, format, seed and the request's id; waits for the first message. Raises grpc.RpcError."""
         if self._header is None:
-            self._header = next(self._call).header
+            message = self._read()
+            assert message is not None, "a call that ends well has a header"
+            self._header = message.header
         assert self._header is not None
         return self._header
 
     def __iter__(self) -> Iterator[Chunk]:
         _ = self.header
-        for message in self._call:
+        while (message := self._read()) is not None:
             match message.WhichOneof("event"):
                 case "audio":
                     yield Chunk(message.audio.data, message.audio.first_frame, message.audio.num_frames)
                 case "summary":
                     self.summary = message.summary
+
+    def _read(self) -> tts_pb2.SynthesizeResponse | None:
+        """The next message; None at the end. What the text itself raised goes before gRPC's words for it."""
+        try:
+            return next(self._call, None)
+        except grpc.RpcError:
+            if self._faults:
+                raise self._faults[0] from None
+            raise
 
     def cancel(self) -> None:
         """Stop the speech; the server frees its slot. An iteration under way raises grpc.RpcError (CANCELLED)."""
@@ -121,20 +133,26 @@ class Client:
         """Speak text that arrives in pieces; returns at once. `pieces` is read in another thread, as the text comes.
 
         Each sentence is spoken once the next one begins; None among the pieces speaks what is there. `timeout_s` limits
-        the whole call, in seconds.
+        the whole call, in seconds. What `pieces` raises ends the call, and is raised where the speech is read.
         """
         start = tts_pb2.LiveStart(**_fields(options))
 
         def messages() -> Iterator[tts_pb2.SynthesizeLiveRequest]:
             yield tts_pb2.SynthesizeLiveRequest(start=start)
-            for piece in pieces:
-                if piece is None:
-                    yield tts_pb2.SynthesizeLiveRequest(flush=tts_pb2.LiveFlush())
-                else:
-                    yield tts_pb2.SynthesizeLiveRequest(text=_utf8(piece))
+            try:
+                for piece in pieces:
+                    if piece is None:
+                        yield tts_pb2.SynthesizeLiveRequest(flush=tts_pb2.LiveFlush())
+                    else:
+                        yield tts_pb2.SynthesizeLiveRequest(text=_utf8(piece))
+            except Exception as error:
+                faults.append(error)
+                raise
             yield tts_pb2.SynthesizeLiveRequest(end=tts_pb2.LiveEnd())
 
-        return SpeechStream(self._tts.SynthesizeLive(messages(), timeout=timeout_s, metadata=self._metadata))
+        faults: list[Exception] = []
+        call = self._tts.SynthesizeLive(messages(), timeout=timeout_s, metadata=self._metadata)
+        return SpeechStream(call, faults)
 
     def create_voice(
         self,

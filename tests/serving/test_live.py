@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from fishjax.client import Client
+from fishjax.errors import InvalidRequest
 from fishjax.rpc.v1 import tts_pb2
 from fishjax.text.split import split_for_speech
 from serving._testing import FakeEngine, frame_level
@@ -246,3 +247,18 @@ async def test_slow_text_and_flushes_give_the_same_sound(serve_minnow):
         await call.done_writing()
         data += b"".join(answer.audio.data for answer in await rest(call))
         np.testing.assert_array_equal(np.frombuffer(data, "<i2"), at_once)
+
+
+async def test_what_goes_wrong_with_the_text_is_raised_where_the_speech_is_read(serve):
+    def breaks():
+        yield "one two. "
+        raise ZeroDivisionError("of a language model")
+
+    def talk():
+        with Client(running.server.address) as client:
+            for pieces, error in ((breaks(), ZeroDivisionError), (["one. ", "x\udcff"], InvalidRequest)):
+                with pytest.raises(error):
+                    list(client.synthesize_live(pieces, timeout_s=PATIENCE_S))
+
+    async with serve() as running:
+        await asyncio.to_thread(talk)

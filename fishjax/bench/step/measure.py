@@ -11,6 +11,7 @@ import functools
 import gc
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -86,8 +87,8 @@ def measure(case: Case, part: str, options: dict[str, Any], lock: Lock) -> dict[
         started = time.perf_counter()
         filled = _filled(rig)
         fill_s, started = time.perf_counter() - started, time.perf_counter()
-        for one in (*lowered, *(one for _, _, one in variants)):
-            one.compile()
+        with ThreadPoolExecutor() as pool:
+            list(pool.map(lambda one: one.compile(), (*lowered, *(one for _, _, one in variants))))
         compile_s = convolutions_s + time.perf_counter() - started
     with lock:
         if part == "parts":

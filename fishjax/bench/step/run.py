@@ -17,7 +17,7 @@ from ..pool import LIMITS_S, Task
 from ..run import Result, Run
 from .cases import CYCLE, LENGTHS, LENGTHS_SEED, PEER_POLICY, StepCase
 
-WORKERS = max(1, min(6, (os.cpu_count() or 1) // 4))
+WORKERS = max(1, min(6, (os.cpu_count() or 1) // 3))
 """Cases that are compiled side by side."""
 STEP_LIMITS_S = {**LIMITS_S, "compile": 300.0, "run": 90.0}
 _SAMPLER = "two draws, repetition-aware, nine codes; {0.temperature:g}, {0.top_p:g}, {0.top_k}".format
