@@ -23,7 +23,7 @@ EPS = 1e-6
 
 
 def make_x(case: Case, seed: jax.Array) -> Any:
-    """What each call of the chain reads: x (M, K), bfloat16 or quantised; (q, lengths) for attention.
+    """What each call of the chain reads: x (M, K), bfloat16 or quantised; q for attention.
 
     Between attentions: (residual (D, M), o (M, K), norm (D,)).
     """
@@ -38,7 +38,7 @@ def make_x(case: Case, seed: jax.Array) -> Any:
         )
     if case.op == "decode_attention":
         q = 2 * jax.random.normal(key, (case.m, case.shape["H"], case.shape["d"]))
-        return q.astype(jnp.bfloat16), jnp.asarray(lengths_of(case))
+        return q.astype(jnp.bfloat16)
     x = jax.random.normal(key, (case.m, matrices_of(case)[0][1])).astype(jnp.bfloat16)
     if case.input == "bfloat16":
         return x
@@ -66,23 +66,25 @@ def _blocky(key: jax.Array, N: int, K: int) -> jax.Array:
 
 
 def make_w(case: Case, seed: jax.Array) -> tuple[Any, ...]:
-    """One copy of what the op reads: weights quantised and prepared, or keys and values."""
+    """One copy of what the op reads: weights quantised and prepared, or keys, values and their lengths.
+
+    Lengths are here because they are the same in all layers of a step, and so is what XLA makes of them, once.
+    """
     dense = make_dense(case, seed)
     if case.op == "mx_matmul":
         return tuple(prepare_weights(quantize_mx(w, backend=REFERENCE), case.op) for w in dense)
     if case.op != "decode_attention":
         quantized = (quantize_blocks(w, (BLOCK, BLOCK), backend=REFERENCE) for w in dense)
         return tuple(prepare_weights(w, "block_scaled_matmul") for w in quantized)
-    if case.shape["cache"] == "float8":
-        return tuple(quantize_kv(c) for c in dense)
-    return tuple(c.astype(jnp.bfloat16) for c in dense)
+    k, v = (quantize_kv(c) if case.shape["cache"] == "float8" else c.astype(jnp.bfloat16) for c in dense)
+    return k, v, jnp.asarray(lengths_of(case))
 
 
 def oracle(case: Case, x: Any, w: tuple[Any, ...]) -> np.ndarray:
     """The float64 result for operands fetched to the host."""
     if case.op == "decode_attention":
-        q, lengths = x
-        return oracles.attention_oracle(np.asarray(q), _host_kv(w[0]), _host_kv(w[1]), np.asarray(lengths))
+        k, v, lengths = w
+        return oracles.attention_oracle(np.asarray(x), _host_kv(k), _host_kv(v), np.asarray(lengths))
     if case.op == "mx_matmul":
         x = _host_mx(x) if isinstance(x, MxScaled) else oracles.mx_rows(np.asarray(x))
         return oracles.mx_dequant(*x) @ oracles.mx_dequant(*_host_mx(w[0])).T

@@ -48,7 +48,7 @@ def kernel_call(case: Case, backend: str, config: Any | None) -> Call:
         return lambda x, w: swiglu_mlp(x, w[0], w[1], backend=backend, config=config)
     if case.op == "between_attentions":
         return functools.partial(_between, backend=backend, config=config)
-    return lambda x, w: decode_attention(x[0], w[0], w[1], x[1], backend=backend, config=config)
+    return lambda x, w: decode_attention(x, *w, backend=backend, config=config)
 
 
 def _between(x: Any, w: Any, **options: Any) -> Any:

@@ -12,7 +12,7 @@ from pallas_kernels import ScaledKV
 from pallas_kernels.prepare import ROW_MULTIPLE
 from pallas_kernels.types import E4M3_MAX
 
-from .cases import Case, matrices_of
+from .cases import Case, lengths_of, matrices_of
 from .chain import Call
 from .inputs import EPS, make_dense, make_w, make_x
 
@@ -42,7 +42,7 @@ def why_not(case: Case, peer: str) -> str | None:
 def call(case: Case, peer: str) -> Call:
     """call(x, w) of "xla_bf16" or "xla_fp8"."""
     if case.op == "decode_attention":
-        return lambda x, w: attention(*x, *w)
+        return lambda x, w: attention(x, *w)
     if case.op == "between_attentions":
         return _between_bf16
     if case.op == "swiglu_mlp":
@@ -66,7 +66,7 @@ def _bf16_x(case: Case, seed: jax.Array) -> Any:
 
 def _bf16_w(case: Case, seed: jax.Array) -> tuple[jax.Array, ...]:
     if case.op == "decode_attention":
-        return tuple(c.astype(jnp.bfloat16) for c in make_dense(case, seed))
+        return (*(c.astype(jnp.bfloat16) for c in make_dense(case, seed)), jnp.asarray(lengths_of(case)))
     return tuple(_padded(w).astype(jnp.bfloat16) for w in make_dense(case, seed))
 
 
@@ -125,7 +125,7 @@ def _dot_fp8(x: tuple[jax.Array, jax.Array], w: tuple[jax.Array, jax.Array]) -> 
     return jax.lax.dot_general(x_MK, w_NK, (((1,), (1,)), ((), ())), preferred_element_type=jnp.bfloat16)
 
 
-def attention(q_BHd: jax.Array, lengths_B: jax.Array, k: Any, v: Any) -> jax.Array:
+def attention(q_BHd: jax.Array, k: Any, v: Any, lengths_B: jax.Array) -> jax.Array:
     """Plain grouped-query softmax attention: bfloat16 operands, float32 logits and sums."""
     k, v = (c.dequantize().astype(jnp.bfloat16) if isinstance(c, ScaledKV) else c for c in (k, v))
     B, H, d = q_BHd.shape
