@@ -1,4 +1,4 @@
-"""Verify of the DualAR folders passes on what was recorded and sees every single change."""
+"""Verify of the DualAR folders sees every single change; that it passes on what was recorded, test_run.py shows."""
 
 from __future__ import annotations
 
@@ -33,15 +33,6 @@ def copy(golden, tmp_path):
 
 def run(root):
     return {report.file: report for report in dualar.verify(root / "dualar_tiny", root)}
-
-
-@pytest.mark.parametrize("name", ["dualar_tiny", "dualar_bias", "dualar_real"])
-def test_recorded_folders_pass(golden, name):
-    reports = dualar.verify(golden / name, golden)
-    assert all(report.ok for report in reports)
-    assert sum(report.compared for report in reports) >= 7
-    on_disk = {str(path.relative_to(golden)) for path in (golden / name).rglob("*") if path.is_file()}
-    assert {report.file for report in reports} == on_disk
 
 
 INPUTS = ("uniform", "inp", "labels", "mask", "rows", "inputs", "input_ids", "column")

@@ -26,6 +26,8 @@ def test_the_recorded_folder_passes_and_every_file_is_claimed(golden, whole):
     assert failing(whole) == {}
     on_disk = {str(p.relative_to(golden)) for p in golden.rglob("*") if p.is_file() and p.name != "README.md"}
     assert {report.file for report in whole} >= on_disk
+    for folder in ("dualar_tiny", "dualar_bias", "dualar_real", "codec_tiny", "e2e", "prompt_format"):
+        assert sum(report.compared for report in whole if report.file.startswith(f"{folder}/")) >= 7, folder
     sound = next(report for report in whole if report.file == "e2e/expected.safetensors")
     assert sound.compared == sound.present == 10
     assert max(check.error for check in sound.checks) < 5e-5
