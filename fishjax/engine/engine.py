@@ -374,8 +374,8 @@ class Engine:
         """Those that take long to compile, the codec's and the others."""
         none_B, slot = np.zeros(self.num_slots, bool), np.int32(0)
         inputs = StepInputs(none_B, none_B, none_B)
-        output = StepOutput(is_end_B=none_B, codes_BK=np.zeros((self.num_slots, self.num_codebooks), np.int32))
-        output = jax.device_put(output, jax.local_devices()[0])
+        put = partial(jax.device_put, device=jax.local_devices()[0])
+        output = StepOutput(put(none_B), put(np.zeros((self.num_slots, self.num_codebooks), np.int32)))
         sound: list[Program] = [("sound", self._sound, (self._codec_state, output, inputs))]
         if self.sound_group > 1:
             name = f"sound of {self.sound_group} frames"
