@@ -1,12 +1,13 @@
 """What differs between the chips, for kernels that are otherwise the same on both: above all the tensor core.
 
 A kernel asks for products of tiles in shared memory and gets float32 registers. Each product starts from zero and is
-complete when it is returned: the caller may scale it, and refill the memory that was read.
+complete when it is handed over: the caller may scale it, and refill the memory that was read. On Hopper the next one is
+made meanwhile.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import jax
@@ -19,6 +20,12 @@ from . import _dispatch
 
 Pair = tuple[Any, Any]
 """Two references to shared memory, (rows, K) and (K, columns)."""
+Use = Callable[[int, jax.Array], jax.Array]
+"""What is made of a product, number and float32 tile, before the next one is waited for."""
+
+
+def _itself(_: int, product: jax.Array) -> jax.Array:
+    return product
 
 
 class Chip(Protocol):
@@ -41,8 +48,8 @@ class Chip(Protocol):
         """What a kernel allocates, once, to ask for `count` products of this shape at a time."""
         ...
 
-    def products(self, pairs: Sequence[Pair], tile: tuple[int, int], scratch: Sequence) -> list[jax.Array]:
-        """Float32 products of this shape, in `layout`."""
+    def products(self, pairs: Sequence[Pair], tile: tuple[int, int], scratch: Sequence, use: Use = _itself) -> list:
+        """What `use` makes of float32 products of this shape, in `layout`."""
         ...
 
 
@@ -56,11 +63,12 @@ class _Hopper:
     def scratch(self, tile, count):
         return []
 
-    def products(self, pairs, tile, scratch):
+    def products(self, pairs, tile, scratch, use=_itself):
         def multiply(*accs):
             for acc, (a, b) in zip(accs, pairs, strict=True):
                 plgpu.wgmma(acc, a, b)
-            return [acc[...] for acc in accs]  # waits
+            last = len(accs) - 1
+            return [use(i, plgpu.wgmma_accumulator_load(acc, wait_n=last - i)) for i, acc in enumerate(accs)]
 
         return pl.run_scoped(multiply, *[plgpu.WGMMAAccumulatorRef(tile, jnp.float32)] * len(pairs))
 
@@ -75,7 +83,7 @@ class _Blackwell:
     def scratch(self, tile, count):
         return [*[plgpu.TMEM(tile, jnp.float32)] * count, plgpu.Barrier(orders_tensor_core=True)]
 
-    def products(self, pairs, tile, scratch):
+    def products(self, pairs, tile, scratch, use=_itself):
         *accs, done = scratch
         for acc, (a, b) in zip(accs, pairs, strict=True):
             plgpu.tcgen05_mma(acc, a, b, accumulate=False)
@@ -83,7 +91,7 @@ class _Blackwell:
         plgpu.barrier_wait(done)
         made = [plgpu.async_load_tmem(acc, layout=self.layout) for acc in accs]
         plgpu.wait_load_tmem()  # every warp has read them: the next products may overwrite them
-        return made
+        return [use(i, product) for i, product in enumerate(made)]
 
 
 SM90: Chip = _Hopper()

@@ -25,6 +25,7 @@ class Config:
     stages: depth of the ring of 128-wide K steps in shared memory.
     warpgroups: 1, or on Hopper 2 that share a block's weights and take half of its tokens each.
     early: start loading weights before the kernel that makes x has ended (programmatic dependent launch).
+    together: 1, or on Hopper 2 steps of K multiplied at a time: one is added up while the other is made.
     """
 
     tile_n: int = 64
@@ -32,6 +33,7 @@ class Config:
     stages: int = 4
     warpgroups: int = 1
     early: bool = False
+    together: int = 1
 
 
 def scale_rows_of(num_steps: int, splits: int) -> int:
@@ -74,6 +76,10 @@ def can_run(config: Config, M: int, N: int, K: int, chip: Chip = SM90) -> str | 
         return f"splits = {config.splits} leaves {owners_of(config.splits, M)} owners to {config.warpgroups} warpgroups"
     if config.stages < 1:
         return f"stages = {config.stages} must be at least 1"
+    if config.together not in (1, 2) or (config.together == 2 and chip is not SM90):
+        return f"together = {config.together} is not 1, or 2 on compute capability 9.0"
+    if config.together > min(config.stages, K // BLOCK // config.splits):
+        return f"together = {config.together} wants as many stages, and steps of K in a split"
     if (used := shared_bytes(config, M, K)) > SHARED_BYTES - RESERVED_BYTES:
         return f"{config} needs {used} bytes of shared memory, more than {SHARED_BYTES - RESERVED_BYTES}"
     return None
@@ -93,11 +99,12 @@ def default_config(M: int, N: int, K: int, chip: Chip = SM90) -> Config:
 def configs_to_try(M: int, N: int, K: int) -> list[Config]:
     """What the tuner times: splits that make half a wave to five waves of blocks, shallow rings (docs/kernels.md)."""
     found = [
-        Config(64, splits, stages, warpgroups, early)
+        Config(64, splits, stages, warpgroups, early, together)
         for splits in (1, 2, 3, 4, 6, 8)
         if NUM_SMS // 2 <= -(-N // 64) * splits <= 5 * NUM_SMS
         for stages in ((2, 3) if M > 16 else (3, 4))
         for warpgroups in ((1, 2) if M > 16 else (1,))
         for early in (False, True)
+        for together in (1, 2)
     ]
     return [c for c in found if c.stages <= K // BLOCK // c.splits and can_run(c, M, N, K) is None]

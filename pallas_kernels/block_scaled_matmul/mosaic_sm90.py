@@ -6,11 +6,14 @@
 
 The weight is wgmma's 64-row side and the tokens its N = 8 ... 128, so M = 8 costs what it reads. The tensor core's
 short accumulator never holds more than 128 products: each step starts from zero and is added to float32 registers
-with both scales. One block is one warpgroup, or two that share the weight tile and take half of the tokens each. Two to
-four blocks share an SM and hide each other's waits: a shallow ring that lets one more block in beats a deep one.
+with both scales, the first of two while the second is made. One block is one warpgroup, or two that share the weight
+tile and take half of the tokens each. Two to four blocks share an SM and hide each other's waits: a shallow ring that
+lets one more block in beats a deep one.
 """
 
 from __future__ import annotations
+
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -126,7 +129,7 @@ def launch(
     tokens = tile_m // warpgroups
     owners = owners_of(splits, tile_m)
     share = tile_m // owners if splits > 1 else tokens
-    stages = min(config.stages, num_steps // splits)
+    stages, together = min(config.stages, num_steps // splits), config.together
     scale_rows = scale_rows_of(num_steps, splits)
     chip_types = chip.scratch((tile_n, tokens), 1)
 
@@ -167,12 +170,8 @@ def launch(
 
         plgpu.barrier_wait(scales_loaded)
 
-        def step(i, total):
-            slot = lax.rem(i, stages)
-            plgpu.barrier_wait(loaded.at[slot])
-
-            # This warpgroup has read the slot when it has the product.
-            (partial,) = chip.products([(w_smem.at[slot], x_smem.at[slot, half].T)], (tile_n, tokens), chip_scratch)
+        def refill(i, slot):
+            """Step i's product is there, so this warpgroup has read the slot."""
 
             @pl.when(i + stages < steps)
             def _refill():
@@ -186,12 +185,28 @@ def launch(
                     fetch_w(i + stages, slot)
                     fetch_x(i + stages, slot)
 
-            row = x_scale_smem.at[first - scales_from + i, pl.ds(half * tokens, tokens)]
-            scale = broadcast(load(row, chip.layout.reduce(0)), (tile_n, tokens), 1, chip)
-            return total + partial * (scale * w_scale_smem[first + i])
+        def multiply(count, i, total):
+            """Steps i ... i + count - 1."""
+            slots = [lax.rem(i + n, stages) for n in range(count)]
+            for slot in slots:
+                plgpu.barrier_wait(loaded.at[slot])
+            sums = [total]
 
-        zeros = plgpu.layout_cast(jnp.zeros((tile_n, tokens), jnp.float32), chip.layout)
-        total = lax.fori_loop(0, steps, step, zeros)
+            def add(n, partial):
+                refill(i + n, slots[n])
+                row = x_scale_smem.at[first - scales_from + i + n, pl.ds(half * tokens, tokens)]
+                scale = broadcast(load(row, chip.layout.reduce(0)), (tile_n, tokens), 1, chip)
+                sums.append(sums[-1] + partial * (scale * w_scale_smem[first + i + n]))
+                return sums[-1]
+
+            pairs = [(w_smem.at[slot], x_smem.at[slot, half].T) for slot in slots]
+            return chip.products(pairs, (tile_n, tokens), chip_scratch, add)[-1]
+
+        total = plgpu.layout_cast(jnp.zeros((tile_n, tokens), jnp.float32), chip.layout)
+        whole = lax.div(steps, together)
+        total = lax.fori_loop(0, whole, lambda turn, total: multiply(together, turn * together, total), total)
+        if together > 1:
+            total = lax.fori_loop(whole * together, steps, functools.partial(multiply, 1), total)
         if config.early:
             plgpu.griddepcontrol_launch_dependents()
 

@@ -59,7 +59,7 @@ def can_run(config: Config, M: int, D: int, F: int, chip: Chip = SM90) -> str | 
 
 def default_config(M: int, chip: Chip = SM90) -> Config:
     """A shallow ring, so that two or three blocks share an SM; measured choices go to tuned/<device>.json instead."""
-    return Config(2 if chip.rows[0] < BLOCK and M <= 16 else 1, 3 if M > 16 else 4)
+    return Config(2 if chip.rows[0] < BLOCK else 1, 3 if M > 32 else 4)
 
 
 def configs_to_try(M: int, D: int, F: int) -> list[Config]:

@@ -22,7 +22,7 @@ CHANGES = (
     {"early": True},
     {"warpgroups": 2},
     {"splits": 8, "stages": 2},
-    {"splits": 8, "stages": 2, "warpgroups": 2},
+    {"splits": 8, "stages": 2, "warpgroups": 2, "together": 2},
 )
 
 
@@ -73,6 +73,9 @@ def test_lowers_for_a_blackwell(spec, lowered_for):
         ("sm90", 16, 128, 256, Config(128, 1, 4)),
         ("sm90", 32, 64, 640, Config(64, 1, 2, 2)),
         ("sm90", 48, 128, 384, Config(64, 1, 3, 2)),
+        ("sm90", 8, 64, 512, Config(64, 1, 2, together=2)),
+        ("sm90", 24, 64, 640, Config(64, 1, 3, together=2)),
+        ("sm90", 32, 64, 640, Config(64, 1, 2, 2, together=2)),
         ("sm100", 8, 128, 512, Config(128, 1, 2)),
         ("sm100", 3, 100, 640, Config(128, 1, 2)),
         ("sm100", 72, 256, 256, Config(128, 1, 1)),
@@ -90,6 +93,9 @@ def test_interpreter_equals_float64(chip, M, N, K, config, dtype):
     y = KERNELS[chip](x, w, dtype, config, interpret=gpu_interpreter())
     assert y.shape == (M, N) and y.dtype == dtype
     assert rel_err(y, ref) <= TOLERANCES["matmul", jnp.dtype(dtype).name].bound
+    if config.together > 1:  # the same sums in the same order
+        one = dataclasses.replace(config, together=1)
+        np.testing.assert_array_equal(y, KERNELS[chip](x, w, dtype, one, interpret=gpu_interpreter()))
 
 
 def test_can_run_says_what_is_wrong():
@@ -101,9 +107,12 @@ def test_can_run_says_what_is_wrong():
     assert "splits" in can_run(Config(splits=4), 8, 64, 256)
     assert "cluster" in can_run(Config(splits=16), 8, 64, 4096)
     assert "shared memory" in can_run(Config(tile_n=128, stages=12), 128, 128, 4096)
+    assert "is not 1, or 2" in can_run(Config(together=3), 8, 64, 1024)
+    assert "as many stages" in can_run(Config(splits=4, together=2), 8, 64, 512)
 
 
 def test_can_run_says_what_a_blackwell_does_not():
     assert "8 to 64" in can_run(Config(128), 72, 128, 128, SM100)
     assert "tile_n = 64 (128)" in can_run(Config(64), 8, 128, 128, SM100)
     assert "warpgroups" in can_run(Config(128, warpgroups=2), 16, 128, 128, SM100)
+    assert "together" in can_run(Config(128, together=2), 16, 128, 256, SM100)
