@@ -20,8 +20,10 @@ from pathlib import Path
 import grpc
 import numpy as np
 
+import fishjax
 from fishjax.audio.encode import write_wav
 from fishjax.client import Client
+from fishjax.config import SpeechProfile
 from fishjax.status_line import StatusLine
 
 
@@ -64,6 +66,9 @@ def main() -> None:
         parser.error("--text cannot be said: its bytes are not UTF-8")
     if not arguments.output.parent.is_dir():
         parser.error(f"cannot write {arguments.output}: the folder {arguments.output.parent} does not exist")
+    profile = SpeechProfile.from_file(Path(fishjax.__file__).parent / "minnow" / "generation_config.json")
+    if untaught := profile.untaught(arguments.text):
+        print(f"minnow was not taught: {', '.join(untaught)}. It knows {' '.join(profile.vocabulary)}", file=sys.stderr)
     for number in (signal.SIGTERM, signal.SIGHUP):  # else the server would stay
         signal.signal(number, lambda received, _: sys.exit(128 + received))
     try:

@@ -78,6 +78,8 @@ def say(
     keep_compiled(default_folder())
     with StatusLine() as status:
         speech = load(model, num_slots=1, max_len=max_len, precision=precision, progress=status)
+        if untaught := speech.profile.untaught(text):
+            _say_to_stderr(f"this voice was not taught: {', '.join(untaught)}")
         rate_hz, samples_per_frame = speech.engine.sample_rate_hz, speech.engine.samples_per_frame
         references = [speech.reference(clip.at(rate_hz), voice_text)] if clip and voice_text else []
         utterance = speech.utterance(text, references, dataclasses.replace(speech.default_sampling(), **asked))

@@ -94,11 +94,23 @@ def test_a_wrong_value_of_a_codec_is_named_with_its_file(write, field, value, sa
         ("max_history_segments", -3),
         ("max_reference_s", -1),
         ("keep_tags", "no"),
+        ("vocabulary", "open"),
     ],
 )
 def test_a_wrong_default_of_a_model_is_named_with_its_file(write, field, value):
     with pytest.raises(WeightsError, match=f"config.json: {field} must be .* not {value!r}"):
         SpeechProfile.from_file(write(None, field, value))
+
+
+def test_words_that_a_voice_was_not_taught(write):
+    profile = SpeechProfile.from_file(write(None, "vocabulary", ["open", "the", "door"]))
+    assert profile.untaught("Open the DOOR. [laugh] <|speaker:0|> Don't open the other door, other!") == [
+        "don't",
+        "other",
+    ]
+    assert SpeechProfile().untaught("anything at all") == []
+    with pytest.raises(WeightsError, match="lower case"):
+        SpeechProfile.from_file(write(None, "vocabulary", ["Open"]))
 
 
 def test_the_limits_themselves_are_allowed(write):

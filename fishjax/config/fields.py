@@ -50,6 +50,13 @@ def whole(config: Any, *names: str) -> None:
         check_whole(name, getattr(config, name), 0)
 
 
+def words(config: Any, name: str) -> None:
+    """A tuple of lower case words."""
+    value = getattr(config, name)
+    if not isinstance(value, tuple) or not all(isinstance(word, str) and word == word.lower() for word in value):
+        raise WeightsError(f"{name} must be a list of lower case words, not {value!r}")
+
+
 def whole_numbers(config: Any, name: str, least: int) -> None:
     """A tuple of whole numbers of at least `least`."""
     for value in getattr(config, name):

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from .fields import flag, positive, real, whole
+from .fields import flag, positive, real, whole, words
 from .files import read_config
 
 
@@ -23,6 +24,7 @@ class SpeechProfile:
     max_history_segments: int | None = None  # None: as many as fit a slot
     max_reference_s: float = 30.0  # a reference clip is trimmed to this
     keep_tags: bool = True  # [laugh] and the like reach the model; False: it was trained without, they are dropped
+    vocabulary: tuple[str, ...] = ()  # the words that it was taught, lower case; none: any
 
     def __post_init__(self):
         real(self, "temperature", below=2)
@@ -30,13 +32,23 @@ class SpeechProfile:
         positive(self, "top_k", "segment_bytes", "max_segment_frames")
         real(self, "max_reference_s")
         flag(self, "keep_tags")
+        words(self, "vocabulary")
         if self.max_history_segments is not None:
             whole(self, "max_history_segments")
+
+    def untaught(self, text: str) -> list[str]:
+        """The words of a text that are not in the vocabulary, each once; none where any word will do. Tags are none."""
+        spoken = re.sub(r"\[[^\]]*\]|<\|[^|]*\|>", " ", text.lower())
+        found = re.findall(r"[^\W_]+(?:'[^\W_]+)*", spoken) if self.vocabulary else []
+        return [word for word in dict.fromkeys(found) if word not in self.vocabulary]
 
     @classmethod
     def from_dict(cls, raw: Mapping[str, Any]) -> SpeechProfile:
         """From a parsed `generation_config.json`. Unknown keys are ignored."""
-        return cls(**{f.name: raw[f.name] for f in fields(cls) if f.name in raw})
+        given = {f.name: raw[f.name] for f in fields(cls) if f.name in raw}
+        if isinstance(taught := given.get("vocabulary"), list):
+            given["vocabulary"] = tuple(taught)
+        return cls(**given)
 
     @classmethod
     def from_file(cls, path: Path) -> SpeechProfile:

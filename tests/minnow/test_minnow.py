@@ -16,11 +16,13 @@ import pytest
 
 from fishjax.bench.gate.judge import hear, word_errors
 from fishjax.bench.gate.tables import baseline_row
-from fishjax.bench.gate.texts import gate_texts
+from fishjax.bench.gate.texts import CLOSED_VOCABULARY, gate_texts
 from fishjax.bench.gate.verdict import rates
 from fishjax.bench.report import BASELINES
 from fishjax.client import Client
+from fishjax.config import SpeechProfile
 from fishjax.rpc.v1 import tts_pb2
+from fishjax.speech import MINNOW
 from tools.minnow.texts import closed_prompts
 
 NUM_TEXTS = 24
@@ -63,6 +65,12 @@ def test_a_recogniser_hears_prompts_that_were_never_trained_on(client):
         errors += word_errors(text.split(), hear(audio, rate_hz).split())
         words += len(text.split())
     assert errors / words <= FROZEN_WER + SLACK
+
+
+def test_it_knows_what_it_was_taught():
+    profile = SpeechProfile.from_file(MINNOW / "generation_config.json")
+    assert profile.vocabulary == CLOSED_VOCABULARY
+    assert profile.untaught("Hello, open the red door please") == ["hello"]
 
 
 def test_what_the_readme_says_is_heard(client):
