@@ -11,7 +11,7 @@ import numpy as np
 
 MIN_CALLS, MAX_CALLS = 50, 256
 CHAIN_US = 2000.0
-"""A chain should run about this long: longer than its start costs the host (0.4 to 1.1 ms for a JAX program)."""
+"""A chain should run about this long: longer than its start costs the host (some 0.5 ms for a JAX program)."""
 COLD_BYTES = 2 * 60_000_000
 """Twice the L2: rotating over more than this finds every weight cold."""
 MIN_REPLAYS, MAX_REPLAYS = 20, 100
@@ -50,8 +50,8 @@ def plan(bytes_per_call: int, floor_us: float) -> Plan:
 def time_replays(start: Callable[[], Callable[[], object]], calls: int) -> dict[str, float]:
     """host_us and host_us_spread of one call; `start` starts the whole chain and returns what waits for its end.
 
-    One replay is always under way when another one is started: what it costs the host to start a program (measured on
-    an H200: 0.4 ms, and 0.9 with XLA's allocator of virtual memory) is not a call's.
+    One replay is always under way when another one is started: what it costs the host to start a program (about
+    half a millisecond on an H200's machine, `docs/kernels.md`) is not a call's.
     """
     ends: list[float] = []
     warm_until = time.perf_counter() + WARM_S

@@ -60,8 +60,7 @@ def decode_step(
     """One frame for every slot that runs. Rows are independent: nothing of a slot depends on its neighbours.
 
     With `fused_slow` the slow transformer goes through fused kernels, with `frame_weights` the fast one, see
-    `model.fused`. `short`: the top_k of every
-    slot that runs is at most `sampling.TOP_K_CAP`.
+    `model.fused`. `short`: the top_k of every slot that runs is at most `sampling.TOP_K_CAP`.
     """
     config, slots = model.config, state.slots
     num_semantic = head_NK.shape[0] - 1

@@ -1,6 +1,7 @@
 """The whole service over a real connection, with an engine of numbers."""
 
 import asyncio
+import contextlib
 import io
 import math
 import re
@@ -429,17 +430,24 @@ async def test_stopping_while_warming_up(serve):
     assert not running.server._loop._thread.is_alive()
 
 
-async def test_draining_lets_running_speech_end(serve):
+@contextlib.asynccontextmanager
+async def draining(serve):
+    """A server that has been told to stop while it speaks; what it says is whole, and then it has stopped."""
     async with serve() as running:
         running.engine.gate.close()
         call = running.tts.Synthesize(request("w " * 5), timeout=PATIENCE_S)
         assert (await call.read()).HasField("header")
         stopping = asyncio.create_task(running.server.stop(drain_s=PATIENCE_S))
         await until(lambda: running.server._loop.desk.state is LoopState.DRAINING)
+        yield running
         running.engine.gate.open()
-        answers = await rest(call)
-        assert answers[-1].summary.num_frames == 5
+        assert (await rest(call))[-1].summary.num_frames == 5
         await stopping
+
+
+async def test_draining_lets_running_speech_end(serve):
+    async with draining(serve):
+        pass
 
 
 async def test_reflection_lists_the_services(serve):
@@ -614,15 +622,7 @@ async def test_who_is_left_at_the_end_of_the_drain_is_told_so(serve):
 
 
 async def test_new_calls_are_told_of_the_drain_and_health_of_the_end(serve):
-    async with serve() as running:
-        running.engine.gate.close()
-        call = running.tts.Synthesize(request("w " * 5), timeout=PATIENCE_S)
-        assert (await call.read()).HasField("header")
-        stopping = asyncio.create_task(running.server.stop(drain_s=PATIENCE_S))
-        await until(lambda: running.server._loop.desk.state is LoopState.DRAINING)
+    async with draining(serve) as running:
         error = await refused(running, request())
         assert error.code() is grpc.StatusCode.UNAVAILABLE and "shutting down" in error.details()
         assert await health(running) == NOT_SERVING
-        running.engine.gate.open()
-        assert (await rest(call))[-1].summary.num_frames == 5
-        await stopping

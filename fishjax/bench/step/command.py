@@ -20,7 +20,7 @@ def step(
     ] = None,
     policy: Annotated[
         list[str] | None,
-        typer.Option(help="Precision on top of bf16: slow=fp8,kv=fp8; may be repeated", show_default="four of them"),
+        typer.Option(help="Precision on top of bf16: slow=fp8,kv=fp8; may be repeated", show_default="three of them"),
     ] = None,
     trace: Annotated[bool, typer.Option("--trace", help="Also print where the time of a step goes, by part")] = False,
     budget: BudgetOption = math.inf,
