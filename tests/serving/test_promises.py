@@ -36,8 +36,7 @@ async def speak_live(running, text, **sampling):
         tts_pb2.SynthesizeLiveRequest(start=tts_pb2.LiveStart(sampling=tts_pb2.Sampling(**sampling))),
         *(tts_pb2.SynthesizeLiveRequest(text=word) for word in text),
     ]
-    call = running.tts.SynthesizeLive(iter(messages), timeout=PATIENCE_S)
-    return b"".join([answer.audio.data async for answer in call])
+    return b"".join(answer.audio.data for answer in await running.say_live(*messages))
 
 
 async def leave(running, text, after):
