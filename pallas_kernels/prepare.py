@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from . import _dispatch
-from .types import BLOCK, BlockScaled, MxScaled, scale_tiles
+from .types import BLOCK, NAN_SCALE, BlockScaled, MxScaled, register_tiles, scale_tiles
 
 ROW_MULTIPLE, BLACKWELL_ROW_MULTIPLE = 64, 128
 """Rows of one tensor-core instruction: the weight is its row side."""
@@ -25,9 +25,9 @@ def prepare_weights(w: Weight, op: str, capability: str | None = None) -> Weight
     """Pad and lay out a weight for the kernel of `op`; its logical shape stays what it was.
 
     BlockScaled: rows padded with zeros to a multiple of 64 (4,097 -> 4,160; 128 on Blackwell), scale rows to whole
-    128-byte lines. MxScaled: rows padded likewise, with byte 127 (scale 1) for the new rows; scales transposed to
-    (K / 32, N), on Blackwell in tiles (K a multiple of 128; else left as they are, for the reference alone). Arrays
-    are returned as they are. Already prepared weights are returned unchanged.
+    128-byte lines. MxScaled: rows padded likewise, with byte 127 (scale 1) for the new rows, and laid out as the chip's
+    kernel reads them (`MxScaled`); left as it is where K is no multiple of 128, for the reference alone. Arrays are
+    returned as they are. Already prepared weights are returned unchanged.
 
     Args:
       w: (N, K) weight.
@@ -49,14 +49,18 @@ def prepare_weights(w: Weight, op: str, capability: str | None = None) -> Weight
         scale_NbKb = jnp.pad(scale_NbKb, ((0, wanted - scale_NbKb.shape[0]), (0, 0)), constant_values=1.0)
         return dataclasses.replace(w, values_NK=rows, scale_NbKb=_pad(scale_NbKb, 1, LINE), num_rows=w.shape[0])
     if isinstance(w, MxScaled):
-        layout = "tiles" if capability == _dispatch.BLACKWELL else "transposed"
-        if w.scales == layout or (layout == "tiles" and w.shape[1] % BLOCK):
+        layout = "tiles" if capability == _dispatch.BLACKWELL else "registers"
+        if w.layout == layout or w.shape[1] % BLOCK:
             return w
-        rows = _pad(w.values_NK, multiple, 1)
-        bytes_ = w.scale_rows
-        bytes_ = jnp.pad(bytes_, ((0, rows.shape[0] - bytes_.shape[0]), (0, 0)), constant_values=127)
-        scale = scale_tiles(bytes_) if layout == "tiles" else bytes_.T
-        return dataclasses.replace(w, values_NK=rows, scale_NKb=scale, num_rows=w.shape[0], scales=layout)
+        values, bytes_ = _pad(w.value_rows, multiple, 1), w.scale_rows
+        bytes_ = jnp.pad(bytes_, ((0, values.shape[0] - bytes_.shape[0]), (0, 0)), constant_values=127)
+        if layout == "tiles":
+            scale = scale_tiles(bytes_)
+        else:
+            largest = jnp.where(jnp.any(jnp.isnan(values), axis=1), NAN_SCALE, jnp.max(bytes_, axis=1))
+            scale = jnp.concatenate([bytes_.T, largest.astype(jnp.uint8)[None]])
+            values = register_tiles(values)
+        return dataclasses.replace(w, values_NK=values, scale_NKb=scale, num_rows=w.shape[0], layout=layout)
     return w
 
 

@@ -53,8 +53,9 @@ def block_scaled_matmul(
     x_MK = x_MK if isinstance(x_MK, BlockScaled) else quantize_rows(x_MK)
     w_NK = prepare_weight(w_NK)
     _check_cuda("block_scaled_matmul", x_MK.values_NK, x_MK.scale_NbKb, w_NK.values_NK, w_NK.scale_NbKb)
-    (M, K), rows, tile_m = x_MK.shape, w_NK.values_NK.shape[0], matmul.tile_of(x_MK.shape[0])
-    config = config or matmul.pick(tile_m, rows, K)
+    (M, K), rows = x_MK.shape, w_NK.values_NK.shape[0]
+    config = config or matmul.pick(M, rows, K)
+    tile_m = matmul_config.tile_of(M, config)
     if reason := matmul_config.can_run(config, tile_m, rows, K):
         raise NotImplementedError(f"block_scaled_matmul: {reason}")
     padding = -M % tile_m

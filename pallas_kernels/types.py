@@ -14,11 +14,14 @@ from typing import Literal
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 BLOCK = 128
 """Columns that share one float32 scale (and rows too, for weights)."""
 MX_BLOCK = 32
 """Columns that share one E8M0 scale."""
+NAN_SCALE = 255
+"""The E8M0 byte that makes its columns NaN."""
 E4M3_MAX = 448.0
 """Largest finite e4m3 value; the format has no infinity."""
 
@@ -86,14 +89,16 @@ class BlockScaled(_ArrayLike):
 class MxScaled(_ArrayLike):
     """OCP MXFP8: values_NK (N, K) float8_e4m3fn; scale_NKb (N, K / 32) uint8, E8M0: 2^(byte - 127), 255 is NaN.
 
-    `num_rows` is the logical N of a prepared weight whose rows were padded; its scales lie as a kernel reads them:
-    "transposed" (K / 32, N) for Hopper, "tiles" (N / 128, K / 128, 32, 16) for Blackwell (`scale_tiles`).
+    `num_rows` is the logical N of a prepared weight whose rows were padded. It lies as a kernel reads it:
+    "registers", for Hopper: values in tiles (`register_tiles`), scales (K / 32 + 1, N), of which the last row is the
+    largest byte of each row of the weight, 255 where one of its elements is NaN;
+    "tiles", for Blackwell: values in rows, scales (N / 128, K / 128, 32, 16) (`scale_tiles`).
     """
 
     values_NK: jax.Array
     scale_NKb: jax.Array
     num_rows: int | None = dataclasses.field(default=None, metadata={"static": True})
-    scales: Literal["rows", "transposed", "tiles"] = dataclasses.field(default="rows", metadata={"static": True})
+    layout: Literal["rows", "registers", "tiles"] = dataclasses.field(default="rows", metadata={"static": True})
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -102,22 +107,57 @@ class MxScaled(_ArrayLike):
         return (num_rows if self.num_rows is None else self.num_rows, width)
 
     @property
+    def value_rows(self) -> jax.Array:
+        """The values as (N, K), whichever way they lie; N as padded."""
+        return rows_of_register_tiles(self.values_NK) if self.layout == "registers" else self.values_NK
+
+    @property
     def scale_rows(self) -> jax.Array:
         """The scales as (N, K / 32), whichever way they lie; N as padded."""
-        if self.scales == "tiles":
+        if self.layout == "tiles":
             tiles = self.scale_NKb.reshape(*self.scale_NKb.shape[:3], 4, 4)
             return tiles.transpose(0, 3, 2, 1, 4).reshape(-1, self.values_NK.shape[1] // MX_BLOCK)
-        return self.scale_NKb.T if self.scales == "transposed" else self.scale_NKb
+        return self.scale_NKb[:-1].T if self.layout == "registers" else self.scale_NKb
 
     def dequantize(self) -> jax.Array:
         """The stored numbers as float32 (N, K), padding removed. Float32 subnormals may flush to zero."""
         num_rows, _ = self.shape
-        values = self.values_NK[:num_rows].astype(jnp.float32)
+        values = self.value_rows[:num_rows].astype(jnp.float32)
         byte = jnp.repeat(self.scale_rows[:num_rows].astype(jnp.int32), MX_BLOCK, axis=1)
-        # Two factors, each a normal float32, because 2^-127 alone is subnormal and would be flushed.
-        half = byte // 2
-        scaled = values * _power_of_two(half - 63) * _power_of_two(byte - half - 64)
-        return jnp.where(byte == 255, jnp.nan, scaled)
+        low, high = scale_halves(byte)
+        return values * low * high
+
+
+def scale_halves(byte: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Two float32 whose product is 2^(byte - 127), the first the smaller or equal; NaN for byte 255. `byte`: int32.
+
+    Each is a normal number, where 2^-127 alone is not and would be flushed.
+    """
+    low = lax.shift_right_logical(byte, 1)
+    nan = byte == NAN_SCALE
+    return jnp.where(nan, jnp.nan, _power_of_two(low - 63)), jnp.where(nan, jnp.nan, _power_of_two(byte - low - 64))
+
+
+def register_tiles(values_NK: jax.Array) -> jax.Array:
+    """e4m3 (N, K), multiples of 64 and 128, as the threads of a Hopper warpgroup hold them to widen them: (N, K).
+
+    The 64 K bytes of 64 rows are K / 128 tiles of 8,192 bytes, one after the other. Bytes 2048 i + 16 t ... + 15 of a
+    tile are what thread t has of columns 32 i ... 32 i + 31 when 64 x 16 operands of wgmma are in registers
+    ("wgmma.mma_async: register fragments" in the PTX manual): four words, (first or second 16 columns) x (row g or
+    g + 8), each of two pairs of columns that alternate, so that two masks and a shift make bfloat16 of them.
+    """
+    N, K = values_NK.shape
+    n, k, warp, half, g, i, c, b, q, e = N // 64, K // 128, 4, 2, 8, 4, 2, 2, 4, 2
+    split = values_NK.reshape(n, warp, half, g, k, i, c, b, q, e)
+    return split.transpose(0, 4, 5, 1, 3, 8, 6, 2, 9, 7).reshape(N, K)
+
+
+def rows_of_register_tiles(values_NK: jax.Array) -> jax.Array:
+    """The inverse of `register_tiles`."""
+    N, K = values_NK.shape
+    n, k, warp, half, g, i, c, b, q, e = N // 64, K // 128, 4, 2, 8, 4, 2, 2, 4, 2
+    tiles = values_NK.reshape(n, k, i, warp, g, q, c, half, e, b)
+    return tiles.transpose(0, 3, 7, 4, 1, 2, 6, 9, 5, 8).reshape(N, K)
 
 
 def scale_tiles(byte_NKb: jax.Array) -> jax.Array:
@@ -150,4 +190,4 @@ class ScaledKV(_ArrayLike):
 
 def _power_of_two(exponent: jax.Array) -> jax.Array:
     """2^exponent as float32, exactly, for int32 exponents in -126 ... 127."""
-    return jax.lax.bitcast_convert_type((exponent + 127) << 23, jnp.float32)
+    return lax.bitcast_convert_type(lax.shift_left(exponent + 127, 23), jnp.float32)

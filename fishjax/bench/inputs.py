@@ -111,7 +111,7 @@ def _host_weight(w: BlockScaled) -> tuple[np.ndarray, np.ndarray]:
 def _host_mx(w: MxScaled) -> tuple[np.ndarray, np.ndarray]:
     """Values and scale bytes (N, K / 32) without the padding of a prepared weight."""
     N, _ = w.shape
-    return np.asarray(w.values_NK)[:N], np.asarray(w.scale_rows)[:N]
+    return np.asarray(w.value_rows)[:N], np.asarray(w.scale_rows)[:N]
 
 
 def _host_kv(cache: jax.Array | ScaledKV) -> np.ndarray:

@@ -12,18 +12,18 @@ SHARED_BYTES = 227 * 1024
 RESERVED_BYTES = 4096
 """Of it, for barriers and what the compiler takes."""
 NUM_SMS = SM90.num_sms
-MOST_TOKENS = 64
-"""Of one tile. Hopper's registers hold 128, which took 27 to 34 us at S2-Pro's shapes where 64 took 8 to 18."""
+FEW_TOKENS = 64
+"""The most of a tile that is one warpgroup's: 128 took 27 to 34 us at S2-Pro's shapes where 64 took 8 to 18."""
 
 
 @dataclass(frozen=True, slots=True)
 class Config:
     """How one matmul is cut.
 
-    tile_n: weight rows of a block: the row side of wgmma (64 or 128) or of tcgen05 (128).
+    tile_n: weight rows of a warpgroup: the row side of wgmma (64 or 128) or of tcgen05 (128).
     splits: blocks of one cluster that share the K of one tile (at most 8) and add up their parts.
     stages: depth of the ring of 128-wide K steps in shared memory.
-    warpgroups: 1, or on Hopper 2 that share a block's weights and take half of its tokens each.
+    warpgroups: of a block, 1, or on Hopper 2 or 4, each with weight rows of its own; they share the tokens.
     early: start loading weights before the kernel that makes x has ended (programmatic dependent launch).
     together: 1, or on Hopper 2 steps of K multiplied at a time: one is added up while the other is made.
     """
@@ -46,13 +46,34 @@ def owners_of(splits: int, M: int) -> int:
     return next(owners for owners in range(splits, 0, -1) if M % (8 * owners) == 0)
 
 
+def rows_of(config: Config) -> int:
+    """Weight rows of one block."""
+    return config.tile_n * config.warpgroups
+
+
+def equal_tiles(M: int, most: int) -> int:
+    """Rows of one of the fewest equal tiles of at most `most` (a multiple of 32): M rows, filled up.
+
+    A multiple of 8; above 64 of 32, so that the blocks of a cluster can share them out.
+    """
+    rows = -(-M // -(-M // most))
+    multiple = 8 if rows <= FEW_TOKENS else 32
+    return -(-rows // multiple) * multiple
+
+
+def tile_of(M: int, config: Config, chip: Chip = SM90) -> int:
+    """Rows of x in one tile."""
+    return equal_tiles(M, FEW_TOKENS if config.warpgroups == 1 else chip.max_tokens)
+
+
 def shared_bytes(config: Config, M: int, K: int) -> int:
     """Shared memory of one block, bytes (barriers and alignment left out)."""
-    ring = config.stages * (config.tile_n + M) * BLOCK
+    rows = rows_of(config)
+    ring = config.stages * (rows + M) * BLOCK
     share = M // owners_of(config.splits, M)
-    pushed = config.splits * config.tile_n * share * 4 if config.splits > 1 else 0
-    scales = scale_rows_of(K // BLOCK, config.splits) * M * 4 + (K // BLOCK + 31) // 32 * 128
-    return ring + pushed + scales + config.tile_n * (share if config.splits > 1 else M) * 4
+    pushed = config.splits * rows * share * 4 if config.splits > 1 else 0
+    scales = scale_rows_of(K // BLOCK, config.splits) * M * 4 + config.warpgroups * (K // BLOCK + 31) // 32 * 128
+    return ring + pushed + scales + rows * share * 4
 
 
 def can_run(config: Config, M: int, N: int, K: int, chip: Chip = SM90) -> str | None:
@@ -68,43 +89,47 @@ def can_run(config: Config, M: int, N: int, K: int, chip: Chip = SM90) -> str | 
         return f"K = {K} is not a multiple of {BLOCK}"
     if not 1 <= config.splits <= min(8, K // BLOCK):
         return f"splits = {config.splits} is not in 1 ... {min(8, K // BLOCK)}: a cluster has 8 blocks, K = {K}"
-    if config.warpgroups == 2 and chip is not SM90:
-        return f"warpgroups = 2 is not written for compute capability {chip.capability}"
-    if config.warpgroups not in (1, 2) or M % (8 * config.warpgroups):
-        return f"warpgroups = {config.warpgroups} is not 1, or 2 with M = {M} a multiple of 16"
-    if config.splits > 1 and owners_of(config.splits, M) % config.warpgroups:
-        return f"splits = {config.splits} leaves {owners_of(config.splits, M)} owners to {config.warpgroups} warpgroups"
+    if config.warpgroups not in (1, 2, 4) or (config.warpgroups > 1 and chip is not SM90):
+        return f"warpgroups = {config.warpgroups} is not 1, or 2 or 4 on compute capability 9.0"
+    if N % rows_of(config):
+        return f"N = {N} is not a multiple of tile_n = {config.tile_n} rows for each of {config.warpgroups} warpgroups"
     if config.stages < 1:
         return f"stages = {config.stages} must be at least 1"
     if config.together not in (1, 2) or (config.together == 2 and chip is not SM90):
         return f"together = {config.together} is not 1, or 2 on compute capability 9.0"
-    if config.together > min(config.stages, K // BLOCK // config.splits):
-        return f"together = {config.together} wants as many stages, and steps of K in a split"
+    if config.together + (config.warpgroups > 1) > min(config.stages, K // BLOCK // config.splits):
+        return f"together = {config.together} wants as many stages and steps of K, and one more with several warpgroups"
     if (used := shared_bytes(config, M, K)) > SHARED_BYTES - RESERVED_BYTES:
         return f"{config} needs {used} bytes of shared memory, more than {SHARED_BYTES - RESERVED_BYTES}"
     return None
 
 
 def default_config(M: int, N: int, K: int, chip: Chip = SM90) -> Config:
-    """Many small blocks: about two and a half to an SM; measured choices go to tuned/<device>.json instead."""
-    tile_n = chip.rows[0]
-    splits = next((s for s in (1, 2, 4) if N // tile_n * s >= 2 * chip.num_sms), 8)
-    splits = max(1, min(splits, K // BLOCK // 2))
+    """For M rows of x, any number; measured choices go to tuned/<device>.json instead.
+
+    Many small blocks, about two and a half to an SM; above 64 rows on Hopper two warpgroups that read each token once
+    for 128 rows of weights, a block or more to an SM.
+    """
+    several = M > FEW_TOKENS and chip is SM90 and N % (2 * chip.rows[0]) == 0
+    tile_n, warpgroups = chip.rows[0], 2 if several else 1
+    tiles = N // (tile_n * warpgroups) * (-(-M // chip.max_tokens) if several else 1)
+    splits = next((s for s in (1, 2, 4) if tiles * s * warpgroups >= 2 * chip.num_sms), 8)
+    splits = max(1, min(splits, K // BLOCK // 3))
     stages = 3 if M > 32 else 4
-    configs = [Config(tile_n, s, max(1, min(stages, K // BLOCK // s))) for s in range(splits, 0, -1)]
-    # Rows that a cluster cannot share out evenly (88, 104) make its receiving buffers large.
-    return next((c for c in configs if shared_bytes(c, M, K) <= SHARED_BYTES - RESERVED_BYTES), configs[-1])
+    configs = [Config(tile_n, s, max(1, min(stages, K // BLOCK // s)), warpgroups) for s in range(splits, 0, -1)]
+    configs += [Config(tile_n, 1, 1)]
+    return next(c for c in configs if can_run(c, tile_of(M, c, chip), N, K, chip) is None or c is configs[-1])
 
 
 def configs_to_try(M: int, N: int, K: int) -> list[Config]:
-    """What the tuner times: splits that make half a wave to five waves of blocks, shallow rings (docs/kernels.md)."""
+    """What the tuner times: half a wave to five waves of warpgroups, shallow rings (docs/kernels.md)."""
     found = [
         Config(64, splits, stages, warpgroups, early, together)
         for splits in (1, 2, 3, 4, 6, 8)
         if NUM_SMS // 2 <= -(-N // 64) * splits <= 5 * NUM_SMS
-        for stages in ((2, 3) if M > 16 else (3, 4))
-        for warpgroups in ((1, 2) if M > 16 else (1,))
+        for stages in ((2, 3) if 16 < M <= FEW_TOKENS else (3, 4))
+        for warpgroups in ((1, 2, 4) if M > 16 else (1, 2))
         for early in (False, True)
         for together in (1, 2)
     ]
-    return [c for c in found if c.stages <= K // BLOCK // c.splits and can_run(c, M, N, K) is None]
+    return [c for c in found if c.stages <= K // BLOCK // c.splits and can_run(c, tile_of(M, c), N, K) is None]

@@ -6,9 +6,9 @@
 
 The weight is wgmma's 64-row side and the tokens its N = 8 ... 128, so M = 8 costs what it reads. The tensor core's
 short accumulator never holds more than 128 products: each step starts from zero and is added to float32 registers
-with both scales, the first of two while the second is made. One block is one warpgroup, or two that share the weight
-tile and take half of the tokens each. Two to four blocks share an SM and hide each other's waits: a shallow ring that
-lets one more block in beats a deep one.
+with both scales, the first of two while the second is made. One block is one warpgroup, or several with weight rows of
+their own that share the tokens of a step: one multiplies while another adds up. Two to four small blocks share an SM
+and hide each other's waits: a shallow ring that lets one more block in beats a deep one.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from .._mosaic import LANE, load, tiled
 from ..prepare import prepare_weights
 from ..quantize_blocks.mosaic_sm90 import quantize_rows
 from ..types import BLOCK, BlockScaled
-from .config import MOST_TOKENS, Config, can_run, default_config, owners_of, scale_rows_of
+from .config import Config, can_run, default_config, owners_of, rows_of, scale_rows_of, tile_of
 
 
 def why_not(M: int, N: int, K: int, config: Config | None = None, chip: Chip = SM90) -> str | None:
     """None when this kernel can run these shapes, else the reason."""
-    tile_m, rows = tile_of(M, chip), _rows(N, chip)
-    config = config or pick(tile_m, rows, K, chip)
-    return can_run(config, tile_m, rows, K, chip)
+    rows = _rows(N, chip)
+    config = config or pick(M, rows, K, chip)
+    return can_run(config, tile_of(M, config, chip), rows, K, chip)
 
 
 def block_scaled_matmul(
@@ -47,7 +47,7 @@ def block_scaled_matmul(
 ) -> jax.Array:
     """(M, K) x (N, K) -> (M, N). A weight that is not prepared is padded here, at the price of copying it."""
     M, K = x_MK.shape
-    config = config or pick(tile_of(M, chip), _rows(w_NK.shape[0], chip), K, chip)
+    config = config or pick(M, _rows(w_NK.shape[0], chip), K, chip)
     if isinstance(x_MK, BlockScaled):
         values, scale_KbM = transposed_scales(x_MK)
     else:
@@ -77,29 +77,24 @@ def multiply_rows(
     """The first M rows of e4m3 values (M to 8, K) with scales (K / 128 or more, M to 8 or more) times w^T: (M, N)."""
     N, K = w_NK.shape
     w_NK = prepare_weights(w_NK, "block_scaled_matmul", chip.capability)
-    tile_m, rows = tile_of(M, chip), w_NK.values_NK.shape[0]
+    rows = w_NK.values_NK.shape[0]
+    config = config or pick(M, rows, K, chip)
+    tile_m = tile_of(M, config, chip)
     tiled_rows = -(-M // tile_m) * tile_m
     values_MK = values_MK[:tiled_rows]
     more = tiled_rows - values_MK.shape[0]
     values_MK = jnp.pad(values_MK, ((0, more), (0, 0)))
     scale_KbM = jnp.pad(scale_KbM, ((0, 0), (0, max(0, tiled_rows - scale_KbM.shape[1]))))
-    config = config or pick(tile_m, rows, K, chip)
     if reason := can_run(config, tile_m, rows, K, chip):
         raise NotImplementedError(f"block_scaled_matmul: {reason}")
     y = launch(values_MK, scale_KbM, w_NK, M, out_dtype, tile_m, config, interpret, chip)
     return y[:M, :N]
 
 
-def pick(tile_m: int, rows: int, K: int, chip: Chip = SM90) -> Config:
-    """The measured choice for this device and shape, else the default."""
-    fields = _tuned.lookup("block_scaled_matmul", _tuned.bucket(tile_m), rows, K)
-    return default_config(tile_m, rows, K, chip) if fields is None else Config(**fields)
-
-
-def tile_of(M: int, chip: Chip = SM90) -> int:
-    """Rows of one tile: M rounded up to 8, in equal tiles of at most MOST_TOKENS."""
-    tiles = -(-M // min(MOST_TOKENS, chip.max_tokens))
-    return -(-M // (8 * tiles)) * 8
+def pick(M: int, rows: int, K: int, chip: Chip = SM90) -> Config:
+    """The measured choice for this device and M rows of x, else the default."""
+    fields = _tuned.lookup("block_scaled_matmul", _tuned.bucket(M), rows, K)
+    return default_config(M, rows, K, chip) if fields is None else Config(**fields)
 
 
 def _rows(N: int, chip: Chip) -> int:
@@ -126,41 +121,40 @@ def launch(
     (M, K), N = x_MK.shape, w_NK.shape[0]
     few = wanted < 8  # then exactly these rows are stored, so that no other kernel need cut them out
     num_steps, splits, tile_n, warpgroups = K // BLOCK, config.splits, config.tile_n, config.warpgroups
-    tokens = tile_m // warpgroups
     owners = owners_of(splits, tile_m)
-    share = tile_m // owners if splits > 1 else tokens
+    share = tile_m // owners
     stages, together = min(config.stages, num_steps // splits), config.together
     scale_rows = scale_rows_of(num_steps, splits)
-    chip_types = chip.scratch((tile_n, tokens), 1)
+    lag = 1 if warpgroups > 1 else 0  # steps after which a slot is refilled, so that no warpgroup waits for another
+    chip_types = chip.scratch((tile_n, tile_m), 1)
 
     def body(x_gmem, x_scale_gmem, w_gmem, w_scale_gmem, y_gmem, *scratch):
         x_smem, w_smem, x_scale_smem, w_scale_smem, y_smem, loaded, read, scales_loaded, *rest = scratch
         chip_scratch, cluster_scratch = rest[: len(chip_types)], rest[len(chip_types) :]
         tile = lax.axis_index("tile")
         split = lax.axis_index("split") if splits > 1 else jnp.int32(0)
-        half = lax.axis_index("half") if warpgroups > 1 else jnp.int32(0)
+        own = lax.axis_index("warpgroup") if warpgroups > 1 else jnp.int32(0)
         # Tiles of the same weight rows are neighbours in time: the second one reads them from L2.
-        m, n = lax.rem(tile, M // tile_m), lax.div(tile, M // tile_m)
-        columns = pl.ds(n * tile_n, tile_n)
+        m, n = lax.rem(tile, M // tile_m), lax.div(tile, M // tile_m) * warpgroups
         first = split * (num_steps // splits) + jnp.minimum(split, num_steps % splits)
         steps = num_steps // splits + jnp.where(split < num_steps % splits, 1, 0)
         scales_from = jnp.minimum(first, x_scale_KbM.shape[0] - scale_rows)
 
         def fetch_w(i, slot):
             k = pl.ds((first + i) * BLOCK, BLOCK)
-            plgpu.copy_gmem_to_smem(w_gmem.at[columns, k], w_smem.at[slot], loaded.at[slot])
+            plgpu.copy_gmem_to_smem(w_gmem.at[pl.ds(n, warpgroups), :, k], w_smem.at[slot], loaded.at[slot])
 
         def fetch_x(i, slot):
             k = pl.ds((first + i) * BLOCK, BLOCK)
-            for part in range(warpgroups):
-                rows = pl.ds(m * tile_m + part * tokens, tokens)
-                plgpu.copy_gmem_to_smem(x_gmem.at[rows, k], x_smem.at[slot, part], loaded.at[slot])
+            plgpu.copy_gmem_to_smem(x_gmem.at[pl.ds(m * tile_m, tile_m), k], x_smem.at[slot], loaded.at[slot])
 
-        @pl.when(half == 0)
+        @pl.when(own == 0)
         def _begin():
             for slot in range(stages):
                 fetch_w(slot, slot)
-            plgpu.copy_gmem_to_smem(w_scale_gmem.at[lax.div(n * tile_n, BLOCK)], w_scale_smem, scales_loaded)
+            for part in range(warpgroups):
+                row = w_scale_gmem.at[lax.div((n + part) * tile_n, BLOCK)]
+                plgpu.copy_gmem_to_smem(row, w_scale_smem.at[part], scales_loaded)
             if config.early:
                 plgpu.griddepcontrol_wait()
             for slot in range(stages):
@@ -172,18 +166,21 @@ def launch(
 
         def refill(i, slot):
             """Step i's product is there, so this warpgroup has read the slot."""
+            if warpgroups > 1:
 
-            @pl.when(i + stages < steps)
-            def _refill():
-                if warpgroups > 1:
+                @pl.when(i + stages < steps)
+                def _release():
                     plgpu.barrier_arrive(read.at[slot])
 
-                @pl.when(half == 0)
-                def _fetch():
-                    if warpgroups > 1:
-                        plgpu.barrier_wait(read.at[slot])
-                    fetch_w(i + stages, slot)
-                    fetch_x(i + stages, slot)
+            done = i - lag  # which the other warpgroups have most likely read, too
+
+            @pl.when((own == 0) & (done >= 0) & (done + stages < steps))
+            def _refill():
+                freed = lax.rem(done, stages) if lag else slot
+                if warpgroups > 1:
+                    plgpu.barrier_wait(read.at[freed])
+                fetch_w(done + stages, freed)
+                fetch_x(done + stages, freed)
 
         def multiply(count, i, total):
             """Steps i ... i + count - 1."""
@@ -194,15 +191,15 @@ def launch(
 
             def add(n, partial):
                 refill(i + n, slots[n])
-                row = x_scale_smem.at[first - scales_from + i + n, pl.ds(half * tokens, tokens)]
-                scale = broadcast(load(row, chip.layout.reduce(0)), (tile_n, tokens), 1, chip)
-                sums.append(sums[-1] + partial * (scale * w_scale_smem[first + i + n]))
+                row = load(x_scale_smem.at[first - scales_from + i + n], chip.layout.reduce(0))
+                scale = broadcast(row, (tile_n, tile_m), 1, chip)
+                sums.append(sums[-1] + partial * (scale * w_scale_smem[own, first + i + n]))
                 return sums[-1]
 
-            pairs = [(w_smem.at[slot], x_smem.at[slot, half].T) for slot in slots]
-            return chip.products(pairs, (tile_n, tokens), chip_scratch, add)[-1]
+            pairs = [(w_smem.at[slot, own], x_smem.at[slot].T) for slot in slots]
+            return chip.products(pairs, (tile_n, tile_m), chip_scratch, add)[-1]
 
-        total = plgpu.layout_cast(jnp.zeros((tile_n, tokens), jnp.float32), chip.layout)
+        total = plgpu.layout_cast(jnp.zeros((tile_n, tile_m), jnp.float32), chip.layout)
         whole = lax.div(steps, together)
         total = lax.fori_loop(0, whole, lambda turn, total: multiply(together, turn * together, total), total)
         if together > 1:
@@ -210,58 +207,58 @@ def launch(
         if config.early:
             plgpu.griddepcontrol_launch_dependents()
 
-        def store(total, part, row):
-            y_smem.at[part].T[...] = plgpu.layout_cast(total.astype(out_dtype), chip.transposed)
+        def store(total, owner):
+            y_smem.at[own].T[...] = plgpu.layout_cast(total.astype(out_dtype), chip.transposed)
             plgpu.commit_smem()
+            columns = pl.ds((n + own) * tile_n, tile_n)
             if few:
-                plgpu.copy_smem_to_gmem(y_smem.at[part, pl.ds(0, wanted)], y_gmem.at[:, columns])
+                plgpu.copy_smem_to_gmem(y_smem.at[own, pl.ds(0, wanted)], y_gmem.at[:, columns])
             else:
-                plgpu.copy_smem_to_gmem(y_smem.at[part], y_gmem.at[pl.ds(m * tile_m + row, share), columns])
+                tokens = pl.ds(m * tile_m + owner * share, share)
+                plgpu.copy_smem_to_gmem(y_smem.at[own], y_gmem.at[tokens, columns])
             plgpu.wait_smem_to_gmem(0)
 
         if splits == 1:
-            store(total, half, half * tokens)
+            store(total, 0)
             return
         pushed_smem, pushed = cluster_scratch
-        of_half = owners // warpgroups  # owners of this warpgroup's tokens
-        for owner in range(of_half):
+        for owner in range(owners):
             plgpu.async_store_smem(
                 total[:, owner * share : (owner + 1) * share],
-                pushed_smem.at[split],
+                pushed_smem.at[own, split],
                 pushed,
-                cluster_idx=half * of_half + owner,
+                cluster_idx=jnp.int32(owner),
                 cluster_dim="split",
             )
 
-        @pl.when((half == 0) & (split < owners))
+        @pl.when(split < owners)
         def _combine():
             plgpu.barrier_wait(pushed)
-            everything = load(pushed_smem.at[0], chip.layout)
+            everything = load(pushed_smem.at[own, 0], chip.layout)
             for other in range(1, splits):  # in this order, whatever arrived first: the same bits every time
-                everything += load(pushed_smem.at[other], chip.layout)
-            store(everything, 0, split * share)
+                everything += load(pushed_smem.at[own, other], chip.layout)
+            store(everything, split)
 
-    stored = (warpgroups if splits == 1 else 1, share, tile_n)
     scratch = [
-        plgpu.SMEM((stages, warpgroups, tokens, BLOCK), x_MK.dtype, transforms=tiled(BLOCK, x_MK.dtype)),
-        plgpu.SMEM((stages, tile_n, BLOCK), w_NK.dtype, transforms=tiled(BLOCK, x_MK.dtype)),
+        plgpu.SMEM((stages, tile_m, BLOCK), x_MK.dtype, transforms=tiled(BLOCK, x_MK.dtype)),
+        plgpu.SMEM((stages, warpgroups, tile_n, BLOCK), w_NK.dtype, transforms=tiled(BLOCK, x_MK.dtype)),
         plgpu.SMEM((scale_rows, tile_m), jnp.float32),
-        plgpu.SMEM((w_scale_NbKb.shape[1],), jnp.float32),
-        plgpu.SMEM(stored, out_dtype, transforms=() if few else tiled(tile_n, out_dtype)),
-        plgpu.Barrier(num_arrivals=1 + warpgroups, num_barriers=stages),
+        plgpu.SMEM((warpgroups, w_scale_NbKb.shape[1]), jnp.float32),
+        plgpu.SMEM((warpgroups, share, tile_n), out_dtype, transforms=() if few else tiled(tile_n, out_dtype)),
+        plgpu.Barrier(num_arrivals=2, num_barriers=stages),
         plgpu.Barrier(num_arrivals=warpgroups, num_barriers=stages),
-        plgpu.Barrier(num_arrivals=2),
+        plgpu.Barrier(num_arrivals=warpgroups + 1),
         *chip_types,
     ]
-    mesh: dict = {"grid": ((M // tile_m) * (N // tile_n),), "grid_names": ("tile",)}
+    mesh: dict = {"grid": ((M // tile_m) * (N // rows_of(config)),), "grid_names": ("tile",)}
     if splits > 1:
         mesh |= {"cluster": (splits,), "cluster_names": ("split",)}
         scratch += [
-            plgpu.SMEM((splits, tile_n, share), jnp.float32, transforms=tiled(share, jnp.float32)),
-            plgpu.Barrier(num_arrivals=splits),
+            plgpu.SMEM((warpgroups, splits, tile_n, share), jnp.float32, transforms=tiled(share, jnp.float32)),
+            plgpu.Barrier(num_arrivals=splits * warpgroups),
         ]
     if warpgroups > 1:
-        mesh |= {"num_threads": warpgroups, "thread_name": "half"}
+        mesh |= {"num_threads": warpgroups, "thread_name": "warpgroup"}
     return plgpu.kernel(
         body,
         out_type=jax.ShapeDtypeStruct((wanted if few else M, N), out_dtype),
@@ -269,4 +266,4 @@ def launch(
         compiler_params=LANE,
         interpret=interpret,
         **mesh,
-    )(x_MK, x_scale_KbM, w_NK, w_scale_NbKb)
+    )(x_MK, x_scale_KbM, w_NK.reshape(-1, tile_n, K), w_scale_NbKb)

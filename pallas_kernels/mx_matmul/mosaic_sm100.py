@@ -22,9 +22,9 @@ from .. import _tuned
 from .._dispatch import BLACKWELL
 from .._mosaic import LANE, tiled
 from ..prepare import prepare_weights
+from ..quantize_mx.mosaic_sm90 import quantize_rows
 from ..types import MxScaled, scale_tiles
 from .config_sm100 import SCALE_ROWS, STEP, TILE_M, TILE_N, Config, can_run, default_config
-from .mosaic_sm90 import quantised
 
 LOAD, MULTIPLY = 0, 1
 """Warps of the block that have a part of their own."""
@@ -52,9 +52,13 @@ def mx_matmul(
     weight = prepare_weights(w_NK, "mx_matmul", BLACKWELL)
     tiles = -(-M // tile_m)
     more = tiles * tile_m - M
-    values_MK, byte_KbM = quantised(x_MK, interpret)
-    values_MK = jnp.pad(values_MK[:M], ((0, more), (0, 0)))
-    byte = jnp.pad(byte_KbM[:, :M].T, ((0, more), (0, 0))).reshape(tiles, tile_m, -1)
+    if isinstance(x_MK, MxScaled):
+        values_MK, byte_MKb = x_MK.values_NK, x_MK.scale_rows
+    else:
+        values_MK, byte_KbM = quantize_rows(x_MK, interpret)
+        values_MK, byte_MKb = values_MK[:M], byte_KbM[:, :M].T
+    values_MK = jnp.pad(values_MK, ((0, more), (0, 0)))
+    byte = jnp.pad(byte_MKb, ((0, more), (0, 0))).reshape(tiles, tile_m, -1)
     byte = jnp.pad(byte, ((0, 0), (0, SCALE_ROWS - tile_m), (0, 0)))  # each tile of tokens has a tile of scales
     x_scale = scale_tiles(byte.reshape(tiles * SCALE_ROWS, -1))
     parts = _call(values_MK, x_scale, weight, out_dtype, tile_m, config, interpret)

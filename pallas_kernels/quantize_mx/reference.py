@@ -19,10 +19,9 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from ..types import E4M3_MAX, MX_BLOCK, MxScaled, _power_of_two
+from ..types import E4M3_MAX, MX_BLOCK, NAN_SCALE, MxScaled, _power_of_two
 
 E4M3_MAX_EXPONENT = 8
-NAN_SCALE = 255
 
 
 def quantize_mx(x_NK: jax.Array) -> MxScaled:

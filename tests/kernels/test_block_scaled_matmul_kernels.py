@@ -12,17 +12,17 @@ import pallas_kernels as pk
 from pallas_kernels._chip import SM100
 from pallas_kernels._testing import TOLERANCES, gpu_interpreter, rel_err
 from pallas_kernels.block_scaled_matmul import mosaic_sm90, mosaic_sm100
-from pallas_kernels.block_scaled_matmul.arg_specs import SPECS
-from pallas_kernels.block_scaled_matmul.config import Config, can_run, default_config
+from pallas_kernels.block_scaled_matmul.arg_specs import ROWS, SPECS
+from pallas_kernels.block_scaled_matmul.config import Config, can_run, configs_to_try, default_config, tile_of
 from pallas_kernels.types import BlockScaled
 
 KERNELS = {"sm90": mosaic_sm90.block_scaled_matmul, "sm100": mosaic_sm100.block_scaled_matmul}
 CHANGES = (
     {},
     {"early": True},
-    {"warpgroups": 2},
+    {"splits": 1, "stages": 2, "warpgroups": 2},
     {"splits": 8, "stages": 2},
-    {"splits": 8, "stages": 2, "warpgroups": 2, "together": 2},
+    {"splits": 4, "stages": 3, "warpgroups": 2, "together": 2},
 )
 
 
@@ -36,17 +36,21 @@ def weight(N, K, multiple):
 def test_any_number_of_rows_has_a_default_that_fits(spec):
     rows = -(-spec.N // 64) * 64
     for M in range(1, 600):
-        tile_m = mosaic_sm90.tile_of(M)
-        assert can_run(default_config(tile_m, rows, spec.K), tile_m, rows, spec.K) is None, M
+        config = default_config(M, rows, spec.K)
+        assert can_run(config, tile_of(M, config), rows, spec.K) is None, M
+    for M in ROWS:
+        assert configs_to_try(M, rows, spec.K)
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=lambda s: s.name)
 @pytest.mark.parametrize("change", CHANGES, ids=str)
 def test_lowers_for_cuda(spec, change):
-    for M in (1, 24, 64, 128):
-        if M < 64 and "warpgroups" in change:
+    rows = -(-spec.N // 64) * 64
+    for M in (1, 24, 64, 128, 300):
+        config = dataclasses.replace(default_config(M, rows, spec.K), **change)
+        if can_run(config, tile_of(M, config), rows, spec.K):
+            assert rows % 128 and config.warpgroups > 1, config
             continue
-        config = dataclasses.replace(default_config(-(-M // 8) * 8, -(-spec.N // 64) * 64, spec.K), **change)
         call = functools.partial(KERNELS["sm90"], out_dtype=jnp.bfloat16, config=config)
         scale = jax.ShapeDtypeStruct((M, spec.K // 128), jnp.float32)
         x = BlockScaled(jax.ShapeDtypeStruct((M, spec.K), jnp.float8_e4m3fn), scale)
@@ -57,8 +61,9 @@ def test_lowers_for_cuda(spec, change):
 @pytest.mark.parametrize("spec", SPECS, ids=lambda s: s.name)
 def test_lowers_for_a_blackwell(spec, lowered_for):
     for M in (1, 24, 64, 128):
-        tile_m, rows = mosaic_sm90.tile_of(M, SM100), -(-spec.N // 128) * 128
-        assert can_run(default_config(tile_m, rows, spec.K, SM100), tile_m, rows, spec.K, SM100) is None
+        rows = -(-spec.N // 128) * 128
+        config = default_config(M, rows, spec.K, SM100)
+        assert can_run(config, tile_of(M, config, SM100), rows, spec.K, SM100) is None
         call = functools.partial(KERNELS["sm100"], out_dtype=jnp.dtype(jnp.bfloat16))
         x = jax.ShapeDtypeStruct((M, spec.K), jnp.bfloat16)
         assert lowered_for("10.0", call, x, weight(spec.N, spec.K, 128)) == ["10.0"] * 2  # rows are quantised before
@@ -71,11 +76,12 @@ def test_lowers_for_a_blackwell(spec, lowered_for):
         ("sm90", 8, 128, 512, Config(64, 1, 2)),
         ("sm90", 3, 100, 640, Config(64, 1, 2)),
         ("sm90", 16, 128, 256, Config(128, 1, 4)),
-        ("sm90", 32, 64, 640, Config(64, 1, 2, 2)),
-        ("sm90", 48, 128, 384, Config(64, 1, 3, 2)),
+        ("sm90", 32, 128, 640, Config(64, 1, 2, 2)),
+        ("sm90", 48, 256, 384, Config(64, 1, 2, 4)),
+        ("sm90", 130, 200, 512, Config(64, 1, 2, 2)),
         ("sm90", 8, 64, 512, Config(64, 1, 2, together=2)),
         ("sm90", 24, 64, 640, Config(64, 1, 3, together=2)),
-        ("sm90", 32, 64, 640, Config(64, 1, 2, 2, together=2)),
+        ("sm90", 32, 128, 896, Config(64, 1, 3, 2, together=2)),
         ("sm100", 8, 128, 512, Config(128, 1, 2)),
         ("sm100", 3, 100, 640, Config(128, 1, 2)),
         ("sm100", 72, 256, 256, Config(128, 1, 1)),
@@ -102,8 +108,9 @@ def test_can_run_says_what_is_wrong():
     assert "multiple of 8" in can_run(Config(), 12, 128, 128)
     assert "tile_n" in can_run(Config(tile_n=128), 8, 64, 128)
     assert "multiple of 128" in can_run(Config(), 8, 64, 100)
-    assert "multiple of 16" in can_run(Config(warpgroups=2), 8, 64, 256)
-    assert "owners" in can_run(Config(splits=3, warpgroups=2), 48, 64, 1024)
+    assert "is not 1, or 2 or 4" in can_run(Config(warpgroups=3), 8, 192, 256)
+    assert "each of 2 warpgroups" in can_run(Config(warpgroups=2), 8, 64, 256)
+    assert "one more with several warpgroups" in can_run(Config(splits=4, warpgroups=2), 8, 128, 512)
     assert "splits" in can_run(Config(splits=4), 8, 64, 256)
     assert "cluster" in can_run(Config(splits=16), 8, 64, 4096)
     assert "shared memory" in can_run(Config(tile_n=128, stages=12), 128, 128, 4096)

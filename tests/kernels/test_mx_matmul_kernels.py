@@ -10,11 +10,12 @@ import pytest
 
 import pallas_kernels as pk
 from pallas_kernels._testing import TOLERANCES, gpu_interpreter, mx_dequant, rel_err
+from pallas_kernels.block_scaled_matmul.config import equal_tiles
 from pallas_kernels.mx_matmul import config as hopper
 from pallas_kernels.mx_matmul import config_sm100 as blackwell
 from pallas_kernels.mx_matmul import mosaic_sm90, mosaic_sm100
 from pallas_kernels.mx_matmul.arg_specs import ROWS, SPECS
-from pallas_kernels.types import MxScaled
+from pallas_kernels.types import MxScaled, register_tiles, rows_of_register_tiles
 
 # One split on Hopper: the interpreter has no stores into a peer's shared memory.
 KERNELS = {
@@ -27,11 +28,11 @@ needs_interpreter = pytest.mark.skipif(
 
 
 def shapes(M, N, K, layout):
-    multiple = {"transposed": 64, "tiles": 128}[layout]
+    multiple = {"registers": 64, "tiles": 128}[layout]
     rows, f8, u8 = -(-N // multiple) * multiple, jnp.float8_e4m3fn, jnp.uint8
     x = MxScaled(jax.ShapeDtypeStruct((M, K), f8), jax.ShapeDtypeStruct((M, K // 32), u8))
-    scale_shape = {"transposed": (K // 32, rows), "tiles": (rows // 128, K // 128, 32, 16)}[layout]
-    return x, MxScaled(jax.ShapeDtypeStruct((rows, K), f8), jax.ShapeDtypeStruct(scale_shape, u8), N, scales=layout)
+    scale_shape = {"registers": (K // 32 + 1, rows), "tiles": (rows // 128, K // 128, 32, 16)}[layout]
+    return x, MxScaled(jax.ShapeDtypeStruct((rows, K), f8), jax.ShapeDtypeStruct(scale_shape, u8), N, layout)
 
 
 def operand(rng, rows, K, bytes_from, bytes_to):
@@ -54,19 +55,19 @@ def interpreted(chip, x, w, dtype=jnp.float32, config=None):
 def test_any_number_of_rows_has_a_default_that_fits_and_the_tuner_has_more(spec):
     rows = -(-spec.N // 64) * 64
     for M in range(1, 600):
-        tile_m = mosaic_sm90._tile_m(M)
+        tile_m = equal_tiles(M, mosaic_sm90.MAX_TILE_M)
         assert hopper.can_run(hopper.default_config(tile_m, rows, spec.K), tile_m, rows, spec.K) is None, M
     assert all(hopper.configs_to_try(-(-M // 8) * 8, rows, spec.K) for M in ROWS)
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=lambda s: s.name)
-@pytest.mark.parametrize("change", [{}, {"splits": 1, "together": 1}, {"splits": 8, "stages": 2}], ids=str)
+@pytest.mark.parametrize("change", [{}, {"splits": 1, "warpgroups": 1}, {"splits": 8, "stages": 2}], ids=str)
 def test_lowers_for_cuda(spec, change):
     for M in (1, 24, 64, 128, 200):
-        tile_m = min(-(-M // 8) * 8, 128)
+        tile_m = equal_tiles(M, mosaic_sm90.MAX_TILE_M)
         config = dataclasses.replace(hopper.default_config(tile_m, -(-spec.N // 64) * 64, spec.K), **change)
         call = functools.partial(mosaic_sm90.mx_matmul, out_dtype=jnp.dtype(jnp.bfloat16), config=config)
-        traced = jax.jit(call).trace(*shapes(M, spec.N, spec.K, "transposed"))
+        traced = jax.jit(call).trace(*shapes(M, spec.N, spec.K, "registers"))
         assert "mosaic_gpu" in traced.lower(lowering_platforms=("cuda",)).as_text()
 
 
@@ -84,10 +85,10 @@ def test_lowers_for_a_blackwell(spec, lowered_for):
 @pytest.mark.parametrize(
     ("chip", "M", "N", "K", "config", "prepared_for"),
     [
-        ("sm90", 8, 128, 512, hopper.Config(1, 2, 4), (None, "9.0")),
-        ("sm90", 3, 100, 640, hopper.Config(1, 3, 2), (None, "9.0")),
+        ("sm90", 8, 128, 512, hopper.Config(1, 2, 2), (None, "9.0")),
+        ("sm90", 3, 100, 640, hopper.Config(1, 3, 1), (None, "10.0")),
         ("sm90", 48, 64, 256, hopper.Config(1, 1, 1), (None, "9.0")),
-        ("sm90", 130, 64, 128, hopper.Config(1, 4, 2), (None, "9.0")),
+        ("sm90", 130, 256, 128, hopper.Config(1, 2, 4), (None, "9.0")),
         ("sm100", 8, 128, 512, blackwell.Config(1, 2), (None,)),
         ("sm100", 3, 100, 640, blackwell.Config(1, 3), ("9.0",)),
         ("sm100", 48, 256, 256, blackwell.Config(1, 1), ("10.0",)),
@@ -123,6 +124,29 @@ def test_scales_that_undo_each_other_lose_nothing():
         assert (np.abs(y - ref) <= 1e-6 * size)[fits].all()
 
 
+def test_a_thread_has_the_operands_of_its_rows():
+    """Bytes against the PTX manual: thread t has rows g, g + 8 of its warp's 16, columns 2 q, 2 q + 1 and these + 8."""
+    row, column = np.divmod(np.arange(128 * 256), 256)
+    where = np.asarray(register_tiles(jnp.arange(128 * 256).reshape(128, 256))).reshape(2, 2, 4, 128, 2, 2, 2, 2)
+    for n, k, i, t, at, half, e, pair in np.ndindex(where.shape):
+        found = where[n, k, i, t, at, half, e, pair]
+        assert row[found] == 64 * n + 16 * (t // 32) + t % 32 // 4 + 8 * half
+        assert column[found] == 128 * k + 32 * i + 16 * at + 2 * (t % 4) + e + 8 * pair
+    values = jnp.asarray(np.random.default_rng().integers(0, 255, (192, 384)), jnp.uint8)
+    np.testing.assert_array_equal(np.asarray(rows_of_register_tiles(register_tiles(values))), np.asarray(values))
+
+
+@needs_interpreter
+@pytest.mark.parametrize(("w_spread", "x_spread"), [(110, 0), (0, 110), (55, 55)])
+def test_scales_far_apart_in_a_row_lose_nothing(w_spread, x_spread):
+    """The largest scale of each row stands beside zeros, so that the smaller ones are all there is."""
+    rng = np.random.default_rng(4)
+    x, w = operand(rng, 8, 256, 127, 128), operand(rng, 64, 256, 227, 228)
+    x = MxScaled(x.values_NK.at[:, :32].set(0), x.scale_NKb.at[:, 1:].add(-x_spread))
+    w = MxScaled(w.values_NK.at[:, :32].set(0), w.scale_NKb.at[:, 1:].add(-w_spread))
+    assert rel_err(interpreted("sm90", x, w), exact(x, w)) <= TOLERANCES["matmul", "float32"].bound
+
+
 @needs_interpreter
 def test_every_scale_counts_for_its_own_32_columns():
     """One row, one column and one block of K at a time bear a value: what comes out names its two scales."""
@@ -142,14 +166,14 @@ def test_every_scale_counts_for_its_own_32_columns():
 
 @needs_interpreter
 @pytest.mark.parametrize(("chip", "N"), [("sm90", 64), ("sm100", 128)])
-def test_the_nan_scale_reaches_its_row_and_no_other(chip, N):
+def test_a_nan_value_or_scale_reaches_its_row_and_no_other(chip, N):
     rng = np.random.default_rng(2)
     x, w = operand(rng, 8, 256, 120, 130), operand(rng, N, 256, 120, 130)
     zero = x.values_NK.at[5, 64:96].set(0)  # a NaN scale counts beside zeros too
     x = MxScaled(zero, x.scale_NKb.at[5, 2].set(255))
-    w = MxScaled(w.values_NK, w.scale_NKb.at[17, 7].set(255))
+    w = MxScaled(w.values_NK.at[40, 9].set(jnp.nan), w.scale_NKb.at[17, 7].set(255))
     nan = np.zeros((8, N), bool)
-    nan[5], nan[:, 17] = True, True
+    nan[5], nan[:, 17], nan[:, 40] = True, True, True
     np.testing.assert_array_equal(np.isnan(np.asarray(interpreted(chip, x, w))), nan)
     np.testing.assert_array_equal(np.isnan(np.asarray(pk.mx_matmul(x, w, backend="reference"))), nan)
 
@@ -178,7 +202,8 @@ def test_can_run_says_what_is_wrong():
     assert "prepare_weights" in can_run(Config(), 8, 100, 128)
     assert "multiple of 128" in can_run(Config(), 8, 64, 96)
     assert "cluster" in can_run(Config(splits=16), 8, 64, 4096)
-    assert "together" in can_run(Config(together=3), 8, 64, 4096)
+    assert "warpgroups" in can_run(Config(warpgroups=3), 8, 64, 4096)
+    assert "each of 2 warpgroups" in can_run(Config(warpgroups=2), 8, 64, 4096)
     assert "stages" in can_run(Config(stages=0), 8, 64, 4096)
     assert "shared memory" in can_run(Config(stages=12), 128, 128, 4096)
 

@@ -13,7 +13,7 @@ from pallas_kernels.mx_matmul import config as hopper
 from pallas_kernels.mx_matmul import config_sm100 as blackwell
 from pallas_kernels.mx_matmul import mosaic_sm90, mosaic_sm100
 from pallas_kernels.quantize_mx.arg_specs import ROWS, SPECS
-from pallas_kernels.quantize_mx.mosaic_sm90 import quantize_rows, why_not
+from pallas_kernels.quantize_mx.mosaic_sm90 import quantize_rows, round_rows, why_not
 
 needs_interpreter = pytest.mark.skipif(
     gpu_interpreter() is None, reason="the GPU interpreter runs FP8 from jax 0.11 on"
@@ -26,6 +26,7 @@ def test_lowers(spec, capability, lowered_for):
     for M in (ROWS[0], 24, 65, ROWS[-1]):
         x = jax.ShapeDtypeStruct((M, spec.K), jnp.bfloat16)
         assert lowered_for(capability, quantize_rows, x) == [capability]
+        assert lowered_for(capability, round_rows, x) == [capability]
 
 
 @needs_interpreter
@@ -39,6 +40,9 @@ def test_interpreter_equals_the_reference_bit_for_bit(M, dtype):
     x[M // 2, 40], x[M // 2, 100], x[M // 2, 130] = np.nan, np.inf, -np.inf
     values, byte_KbM = quantize_rows(jnp.asarray(x, dtype), gpu_interpreter())
     want = pk.quantize_mx(jnp.asarray(x, dtype), backend="reference")
+    rounded = np.asarray(round_rows(jnp.asarray(x, dtype), gpu_interpreter()).astype(jnp.float32))
+    np.testing.assert_array_equal(rounded[:M], np.asarray(want.dequantize()))
+    assert not rounded[M:].any()
     np.testing.assert_array_equal(np.asarray(byte_KbM)[:, :M].T, np.asarray(want.scale_NKb))
     nan = np.isnan(np.asarray(want.values_NK).astype(np.float32))
     got, wanted = (np.asarray(a).view(np.uint8) for a in (values[:M], want.values_NK))
