@@ -8,7 +8,6 @@ its CUDA plugin, and takes most of the GPU's memory unless XLA_PYTHON_CLIENT_PRE
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -61,7 +60,8 @@ def block_scaled_matmul(
     padding = -M % tile_m
     values_MK = _pad(torch, x_MK.values_NK, (0, 0, 0, padding))
     scale_KbM = _pad(torch, x_MK.scale_NbKb.T, (0, padding, 0, -(K // BLOCK) % 4))
-    y = matmul_kernel(M, w_NK.shape, tile_m, config)(values_MK, scale_KbM, w_NK.values_NK, w_NK.scale_NbKb)
+    w_TnK = w_NK.values_NK.reshape(-1, config.tile_n, K)
+    y = matmul_kernel(M, tile_m, config)(values_MK, scale_KbM, w_TnK, w_NK.scale_NbKb)
     return y[:M, : w_NK.shape[0]]
 
 
@@ -82,7 +82,7 @@ def decode_attention(
       v_cache: like k_cache.
       lengths_B: (B,) int32.
       scale: factor on the logits; None means d ** -0.5.
-      config: tile choices with one split; None takes the measured ones, or the default for the shape.
+      config: tile choices, of which all parts meet in one launch; None takes the measured ones, or the default.
 
     Raises:
       ImportError, ValueError, NotImplementedError: as `block_scaled_matmul`.
@@ -99,8 +99,8 @@ def decode_attention(
         raise ValueError(f"decode_attention: q, caches, lengths must be bfloat16, {wanted}, int32; got {found}")
     _check_cuda("decode_attention", q_BHd, *caches, lengths_B)
     (B, H, d), (_, G, S, _) = q_BHd.shape, k_cache.shape
-    config = config or dataclasses.replace(attention.pick(k_cache), splits=1)
-    if config.splits != 1:
+    config = config or attention.pick(k_cache)
+    if config.splits > 1 and not config.in_cluster:
         raise NotImplementedError(f"decode_attention: {config.splits} splits need a second launch; PyTorch gets one")
     if reason := attention_config.can_run(config, H, G, S, d, 1 if fp8 else 2):
         raise NotImplementedError(f"decode_attention: {reason}")
@@ -110,7 +110,7 @@ def decode_attention(
     q_BGRd = _pad(torch, q_BHd.reshape(B, G, H // G, d), (0, 0, 0, attention_config.GROUP_ROWS - H // G))
     kernel = attention_kernel(H // G, d**-0.5 if scale is None else scale, config)
     slots_B = torch.arange(B, dtype=torch.int32, device=q_BHd.device)
-    o, _ = kernel(q_BGRd, lengths_B.contiguous(), slots_B, *(c.contiguous() for c in caches))
+    o = kernel(q_BGRd, lengths_B.contiguous(), slots_B, *(c.contiguous() for c in caches))
     return o.reshape(B, H, d)
 
 
@@ -137,22 +137,21 @@ def prepare_weight(w_NK: BlockScaled) -> BlockScaled:
 
 
 @functools.cache
-def matmul_kernel(M: int, weight: tuple[int, int], tile_m: int, config: matmul_config.Config):
-    """(values, scales, weight's values, its scales) -> y, compiled at the first call of a shape."""
+def matmul_kernel(M: int, tile_m: int, config: matmul_config.Config):
+    """(values, scales, weight's values in tiles of rows, its scales) -> y, compiled at the first call of a shape."""
 
-    def launch(values_MK, scale_KbM, w_values_NK, w_scale_NbKb):
-        w_NK = BlockScaled(w_values_NK, w_scale_NbKb, weight[0])
-        return matmul.launch(values_MK, scale_KbM, w_NK, M, jnp.bfloat16, tile_m, config)
+    def launch(values_MK, scale_KbM, w_TnK, w_scale_NbKb):
+        return matmul.launch(values_MK, scale_KbM, w_TnK, w_scale_NbKb, M, jnp.bfloat16, tile_m, config)
 
     return plgpu.as_torch_kernel(launch)
 
 
 @functools.cache
 def attention_kernel(heads: int, scale: float, config: attention_config.Config):
-    """(q (B, G, 8, d), lengths, slots, caches) -> (o, log-sum-exp), compiled at the first call of a shape."""
+    """(q (B, G, 8, d), lengths, slots, caches) -> o, compiled at the first call of a shape."""
 
     def launch(q_BGRd, lengths_B, slots_B, *caches):
-        return attention.launch(q_BGRd, caches, lengths_B, slots_B, heads, scale, config)
+        return attention.launch(q_BGRd, caches, lengths_B, slots_B, heads, scale, config)[0]
 
     return plgpu.as_torch_kernel(launch)
 

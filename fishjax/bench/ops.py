@@ -80,7 +80,7 @@ def _default(case: Case) -> Any:
         return attention_config.default_config(case.m, s["G"], s["S"])
     if case.op == "between_attentions":
         return between_config.Config()
-    return mlp_config.default_config(min(rows, mlp_config.max_tile_m()))
+    return mlp_config.default_config(rows)
 
 
 def configs_to_try(case: Case) -> list[dict[str, Any]]:
@@ -89,7 +89,7 @@ def configs_to_try(case: Case) -> list[dict[str, Any]]:
     if case.op in _MATMULS:
         found = _MATMULS[case.op][1].configs_to_try(rows, -(-s["N"] // ROW_MULTIPLE) * ROW_MULTIPLE, s["K"])
     elif case.op == "swiglu_mlp":
-        found = mlp_config.configs_to_try(min(rows, mlp_config.max_tile_m()), s["D"], s["F"])
+        found = mlp_config.configs_to_try(rows, s["D"], s["F"])
     elif case.op == "between_attentions":
         found = between_config.configs_to_try()
     else:

@@ -87,7 +87,8 @@ def multiply_rows(
     scale_KbM = jnp.pad(scale_KbM, ((0, 0), (0, max(0, tiled_rows - scale_KbM.shape[1]))))
     if reason := can_run(config, tile_m, rows, K, chip):
         raise NotImplementedError(f"block_scaled_matmul: {reason}")
-    y = launch(values_MK, scale_KbM, w_NK, M, out_dtype, tile_m, config, interpret, chip)
+    w_TnK = w_NK.values_NK.reshape(-1, config.tile_n, K)
+    y = launch(values_MK, scale_KbM, w_TnK, w_NK.scale_NbKb, M, out_dtype, tile_m, config, interpret, chip)
     return y[:M, :N]
 
 
@@ -105,7 +106,8 @@ def _rows(N: int, chip: Chip) -> int:
 def launch(
     x_MK,
     x_scale_KbM,
-    weight: BlockScaled,
+    w_TnK,
+    w_scale_NbKb,
     wanted: int,
     out_dtype,
     tile_m: int,
@@ -115,10 +117,10 @@ def launch(
 ) -> jax.Array:
     """The kernel and no other operation: `wanted` rows when fewer than 8, else all of x's, by all of the weight's.
 
-    x (M, K) in whole tiles, its scales (K / 128 to 4 or more, M or more), a prepared weight.
+    x (M, K) in whole tiles, its scales (K / 128 to 4 or more, M or more), a prepared weight's values in tiles of
+    `config.tile_n` rows (N / tile_n, tile_n, K) and its scales.
     """
-    w_NK, w_scale_NbKb = weight.values_NK, weight.scale_NbKb
-    (M, K), N = x_MK.shape, w_NK.shape[0]
+    (M, K), N = x_MK.shape, w_TnK.shape[0] * config.tile_n
     few = wanted < 8  # then exactly these rows are stored, so that no other kernel need cut them out
     num_steps, splits, tile_n, warpgroups = K // BLOCK, config.splits, config.tile_n, config.warpgroups
     owners = owners_of(splits, tile_m)
@@ -241,7 +243,7 @@ def launch(
 
     scratch = [
         plgpu.SMEM((stages, tile_m, BLOCK), x_MK.dtype, transforms=tiled(BLOCK, x_MK.dtype)),
-        plgpu.SMEM((stages, warpgroups, tile_n, BLOCK), w_NK.dtype, transforms=tiled(BLOCK, x_MK.dtype)),
+        plgpu.SMEM((stages, warpgroups, tile_n, BLOCK), w_TnK.dtype, transforms=tiled(BLOCK, x_MK.dtype)),
         plgpu.SMEM((scale_rows, tile_m), jnp.float32),
         plgpu.SMEM((warpgroups, w_scale_NbKb.shape[1]), jnp.float32),
         plgpu.SMEM((warpgroups, share, tile_n), out_dtype, transforms=() if few else tiled(tile_n, out_dtype)),
@@ -266,4 +268,4 @@ def launch(
         compiler_params=LANE,
         interpret=interpret,
         **mesh,
-    )(x_MK, x_scale_KbM, w_NK.reshape(-1, tile_n, K), w_scale_NbKb)
+    )(x_MK, x_scale_KbM, w_TnK, w_scale_NbKb)

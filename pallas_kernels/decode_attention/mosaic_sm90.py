@@ -3,7 +3,8 @@
     k (block_kv, d) ──TMA──► ring ─┐ wgmma, rows = positions: logits (block_kv, 8)
     q (8 query heads, d) ──────────┘     └─► running softmax over the positions, float32 registers
     weights (8, block_kv) ─────────┐ wgmma, rows = channels:  o (d, 8)
-    v (block_kv, d) ──TMA──► ring ─┘     parts of one (slot, kv head) meet by log-sum-exp, in a fixed order, in XLA
+    v (block_kv, d) ──TMA──► ring ─┘     parts of one (slot, kv head) meet by log-sum-exp, in a fixed order:
+                                         pushed to the first block of their cluster, or in a launch of XLA's
 
 Positions, then channels, are the 64-row side of wgmma and the query heads of a kv head its 8 columns, so no row of an
 instruction and no exponential is spent on padding. Only live positions are read: a slot of length 100 costs two steps
@@ -19,6 +20,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -72,16 +74,15 @@ def decode_attention(
         lengths_B, slots = lax.sort_key_val(-jnp.clip(lengths_B, 0, S), slots)
         lengths_B = -lengths_B
     o, lse = launch(q_BGRd, caches, lengths_B, slots, H // G, scale, config, interpret, chip)
-    if config.splits > 1:
-        o = merged(o, lse[..., : H // G, None])
+    if lse is not None:
+        o = merged([(o[:, :, i], lse[:, :, i, : H // G, None]) for i in range(config.splits)])
     return o.reshape(B, H, d).astype(jnp.bfloat16)
 
 
-def merged(o_BGPRd: jax.Array, lse_BGPR1: jax.Array) -> jax.Array:
-    """The parts of each (slot, kv head) as one, (B, G, R, d). Term by term, which XLA makes one launch of."""
-    parts = [(o_BGPRd[:, :, i], lse_BGPR1[:, :, i]) for i in range(o_BGPRd.shape[2])]
+def merged(parts: Sequence[tuple[jax.Array, ...]]) -> jax.Array:
+    """One average of several, each with its base-2 log-sum-exp. Term by term, which XLA makes one launch of."""
     top = functools.reduce(jnp.maximum, (lse for _, lse in parts))
-    weights = [jnp.exp2(lse - jnp.where(jnp.isneginf(top), 0.0, top)) for _, lse in parts]
+    weights = [jnp.exp2(lse - jnp.where(top == -jnp.inf, 0.0, top)) for _, lse in parts]
     total = sum(weights[1:], start=weights[0])
     terms = [o * weight for (o, _), weight in zip(parts, weights, strict=True)]
     return sum(terms[1:], start=terms[0]) / jnp.where(total == 0.0, 1.0, total)
@@ -106,15 +107,16 @@ def launch(
     interpret=None,
     chip: Chip = SM90,
 ):
-    """The kernel and no other operation: (o, log-sum-exp). slots_B: in the order in which they start; their lengths.
+    """The kernel and no other operation. slots_B: in the order in which they start; their lengths.
 
-    One split gives o (B * G * heads, d) bfloat16; more give each part's own average.
-    The parts: o (B, G, splits, heads, d) float32, base-2 log-sum-exp (B, G, splits, 32), first `heads` meant.
+    (o (B * G * heads, d) bfloat16, None), or what another launch merges, each part's own average: o (B, G, splits,
+    heads, d) float32 and its base-2 log-sum-exp (B, G, splits, 32), first `heads` meant.
     """
     B, G, _, d = q_BGRd.shape
     S = caches[0].shape[2]
     fp8 = len(caches) == 4
     block_kv, splits, stages = config.block_kv, config.splits, config.stages
+    parts_leave = splits > 1 and not config.in_cluster
     to_log2 = scale * math.log2(math.e)
     tile = (block_kv, GROUP_ROWS)
     wide, f32 = q_BGRd.dtype, jnp.float32
@@ -126,13 +128,17 @@ def launch(
         return broadcast(row, tile, 1, chip)
 
     def body(q_gmem, lengths_gmem, slots_gmem, *refs):
-        gmem, (o_gmem, lse_gmem), scratch = refs[: len(caches)], refs[len(caches) :][:2], refs[len(caches) + 2 :]
+        gmem, o_gmem, *scratch = refs[: len(caches)], *refs[len(caches) :]
+        if parts_leave:
+            lse_gmem, *scratch = scratch
         q_smem, p_smem, o_smem, narrow_smem, lse_smem, loaded, q_loaded, *rest = scratch
+        if config.in_cluster:
+            pushed_smem, pushed, *rest = rest
         logits_scratch, rest = rest[: len(logits_types)], rest[len(logits_types) :]
         weighed_scratch, rings = rest[: len(weighed_types)], rest[len(weighed_types) :]
         head = lax.axis_index("head")
         turn, g = lax.div(head, G), lax.rem(head, G)
-        split = lax.axis_index("split")
+        split = lax.axis_index("split") if splits > 1 else jnp.int32(0)
         b, length = slots_gmem[turn], jnp.clip(lengths_gmem[turn], 0, S)
         blocks = lax.div(length + (block_kv - 1), block_kv)
         each = lax.div(blocks + (splits - 1), splits)
@@ -219,14 +225,31 @@ def launch(
         total = jnp.sum(total, axis=0)
         safe = jnp.where(total == 0.0, 1.0, total)
         average = o * broadcast(1.0 / safe, o.shape, 1, chip)
-        o_smem.T[...] = plgpu.layout_cast(average, chip.transposed)
-        if splits == 1:
+        lse = jnp.where(total == 0.0, -jnp.inf, top + jnp.log2(safe))
+
+        def store(average):
+            o_smem.T[...] = plgpu.layout_cast(average, chip.transposed)
             rows = load(o_smem, plgpu.Layout.WG_STRIDED(o_smem.shape, vec_size=4), optimized=False)
             narrow_smem[...] = rows.astype(jnp.bfloat16)
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(narrow_smem.at[pl.ds(0, heads)], o_gmem.at[pl.ds((b * G + g) * heads, heads)])
+
+        if splits == 1:
+            store(average)
+        elif config.in_cluster:
+            for at, value in enumerate((average, broadcast(lse, o.shape, 1, chip))):
+                to = pushed_smem.at[split, at]
+                plgpu.async_store_smem(value, to, pushed, cluster_idx=jnp.int32(0), cluster_dim="split")
+
+            @pl.when(split == 0)
+            def _merge():
+                plgpu.barrier_wait(pushed)
+                store(
+                    merged([tuple(load(pushed_smem.at[i, at], chip.layout) for at in range(2)) for i in range(splits)])
+                )
         else:
-            lse_smem[pl.ds(0, GROUP_ROWS)] = jnp.where(total == 0.0, -jnp.inf, top + jnp.log2(safe))
+            o_smem.T[...] = plgpu.layout_cast(average, chip.transposed)
+            lse_smem[pl.ds(0, GROUP_ROWS)] = lse
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(o_smem.at[pl.ds(0, heads)], o_gmem.at[b, g, split])
             plgpu.copy_smem_to_gmem(lse_smem, lse_gmem.at[b, g, split])
@@ -235,6 +258,10 @@ def launch(
     def ring(kind):
         return plgpu.SMEM((stages, block_kv, d), kind, transforms=tiled(d, kind))
 
+    cluster_types: list = []
+    if config.in_cluster:
+        pushed_type = plgpu.SMEM((splits, 2, d, GROUP_ROWS), f32, transforms=tiled(GROUP_ROWS, f32))
+        cluster_types = [pushed_type, plgpu.Barrier(num_arrivals=2 * splits)]
     scratch = [
         plgpu.SMEM((GROUP_ROWS, d), wide, transforms=tiled(d, wide)),
         plgpu.SMEM((GROUP_ROWS, block_kv), wide, transforms=tiled(block_kv, wide)),
@@ -243,6 +270,7 @@ def launch(
         plgpu.SMEM((LSE_ROW,), f32),
         plgpu.Barrier(num_arrivals=len(caches), num_barriers=stages),
         plgpu.Barrier(),
+        *cluster_types,
         *logits_types,
         *weighed_types,
         ring(caches[0].dtype),
@@ -252,14 +280,19 @@ def launch(
         scratch += [plgpu.SMEM((stages, block_kv), f32)] * 2
         tiles = 2 if config.keys_in == "shared" else 1
         scratch += [plgpu.SMEM((block_kv, d), wide, transforms=tiled(d, wide))] * tiles
+    parts = jax.ShapeDtypeStruct((B, G, splits, heads, d), f32), jax.ShapeDtypeStruct((B, G, splits, LSE_ROW), f32)
     whole = jax.ShapeDtypeStruct((B * G * heads, d), jnp.bfloat16)
-    parts = jax.ShapeDtypeStruct((B, G, splits, heads, d), f32)
-    return plgpu.kernel(
+    mesh: dict = {"grid": (B * G,), "grid_names": ("head",)}
+    if parts_leave:
+        mesh = {"grid": (B * G, splits), "grid_names": ("head", "split")}
+    elif config.in_cluster:
+        mesh |= {"cluster": (splits,), "cluster_names": ("split",)}
+    made = plgpu.kernel(
         body,
-        out_type=(whole if splits == 1 else parts, jax.ShapeDtypeStruct((B, G, splits, LSE_ROW), f32)),
-        grid=(B * G, splits),
-        grid_names=("head", "split"),
+        out_type=parts if parts_leave else whole,
         scratch_types=scratch,
         compiler_params=LANE,
         interpret=interpret,
+        **mesh,
     )(q_BGRd, lengths_B, slots_B, *caches)
+    return made if parts_leave else (made, None)

@@ -2,11 +2,14 @@
 
     x (64 rows, 128) ──TMA──► registers ──► amax of each row ──► scale ──► e4m3 (rows, 128) and a row of scales
 
-One block is one step of K for up to 64 rows; the formula is reference.py's, bit for bit. The scales leave transposed,
-(K / 128, rows), because a matmul with swapped operands wants one scale per column of its accumulator.
+Where x is gate and up side by side, silu(gate) * up is what is quantised. One block is one step of K for up to 64 rows;
+the formula is reference.py's, bit for bit. The scales leave transposed, (K / 128, rows), because a matmul with swapped
+operands wants one scale per column of its accumulator.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +17,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from .._mosaic import LANE, LINE, load
+from .._mosaic import LANE, LINE, load, silu
 from ..types import BLOCK, E4M3_MAX
 from .reference import INVERSE_MAX, SMALLEST_SCALE
 
@@ -39,10 +42,20 @@ def quantize_rows(x_MK: jax.Array, interpret=None, *, early: bool = False) -> tu
     New rows are zeros with scale 1; rows of scales past K / 128 are not written. Above 64 rows M goes to a multiple
     of 64. `early` lets a kernel that waits for this one start meanwhile (programmatic dependent launch).
     """
-    M, K = x_MK.shape
+    return _launch(x_MK, 1, lambda x: x, interpret, early)
+
+
+def quantize_swiglu_rows(x_MN: jax.Array, interpret=None, *, early: bool = False) -> tuple[jax.Array, jax.Array]:
+    """silu(gate) * up of (M, 2 F), F columns of gate and then F of up, as `quantize_rows` returns it."""
+    return _launch(x_MN, 2, lambda gate, up: silu(gate) * up, interpret, early)
+
+
+def _launch(x_MN, parts: int, combine: Callable, interpret, early: bool) -> tuple[jax.Array, jax.Array]:
+    """Quantise `combine` of x's `parts`, equal shares of its columns, float32 tiles (64, 128)."""
+    M, K = x_MN.shape[0], x_MN.shape[1] // parts
     if M > ROWS and M % ROWS:
-        x_MK = jnp.pad(x_MK, ((0, -M % ROWS), (0, 0)))
-        M = x_MK.shape[0]
+        x_MN = jnp.pad(x_MN, ((0, -M % ROWS), (0, 0)))
+        M = x_MN.shape[0]
     tile, padded = min(M, ROWS), -(-M // 8) * 8
     stored = min(padded, ROWS)
     scales = scale_shape(M, K)
@@ -53,10 +66,12 @@ def quantize_rows(x_MK: jax.Array, interpret=None, *, early: bool = False) -> tu
         if early:
             plgpu.griddepcontrol_wait()
             plgpu.griddepcontrol_launch_dependents()
-        columns = pl.ds(kb * BLOCK, BLOCK)
-        plgpu.copy_gmem_to_smem(x_gmem.at[pl.ds(m * ROWS, tile), columns], x_smem.at[pl.ds(0, tile)], loaded)
+        for part in range(parts):
+            at = (pl.ds(m * ROWS, tile), pl.ds(part * K + kb * BLOCK, BLOCK))
+            plgpu.copy_gmem_to_smem(x_gmem.at[at], x_smem.at[part, pl.ds(0, tile)], loaded)
         plgpu.barrier_wait(loaded)
-        x = load(x_smem, plgpu.Layout.WGMMA, optimized=False).astype(jnp.float32)
+        tiles = (load(x_smem.at[part], plgpu.Layout.WGMMA, optimized=False) for part in range(parts))
+        x = combine(*(value.astype(jnp.float32) for value in tiles))
         if tile < ROWS:
             row = plgpu.broadcasted_iota(jnp.int32, x.shape, 0, layout=plgpu.Layout.WGMMA)
             x = jnp.where(row < tile, x, 0.0)
@@ -67,7 +82,8 @@ def quantize_rows(x_MK: jax.Array, interpret=None, *, early: bool = False) -> tu
         values_smem[...] = jnp.where(finite, quotient, jnp.nan).astype(jnp.float8_e4m3fn)
         scale_smem[...] = scale
         plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(values_smem.at[pl.ds(0, stored)], values_gmem.at[pl.ds(m * ROWS, stored), columns])
+        to = (pl.ds(m * ROWS, stored), pl.ds(kb * BLOCK, BLOCK))
+        plgpu.copy_smem_to_gmem(values_smem.at[pl.ds(0, stored)], values_gmem.at[to])
         plgpu.copy_smem_to_gmem(scale_smem.at[pl.ds(0, line)], scale_gmem.at[kb, pl.ds(m * ROWS, line)])
         plgpu.wait_smem_to_gmem(0)
 
@@ -80,11 +96,11 @@ def quantize_rows(x_MK: jax.Array, interpret=None, *, early: bool = False) -> tu
         grid=(K // BLOCK, -(-M // ROWS)),
         grid_names=("block", "tile"),
         scratch_types=[
-            plgpu.SMEM((ROWS, BLOCK), x_MK.dtype),
+            plgpu.SMEM((parts, ROWS, BLOCK), x_MN.dtype),
             plgpu.SMEM((ROWS, BLOCK), jnp.float8_e4m3fn),
             plgpu.SMEM((ROWS,), jnp.float32),
-            plgpu.Barrier(),
+            plgpu.Barrier(num_arrivals=parts),
         ],
         compiler_params=LANE,
         interpret=interpret,
-    )(x_MK)
+    )(x_MN)

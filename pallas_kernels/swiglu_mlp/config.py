@@ -9,12 +9,16 @@ from .._chip import SM90, Chip
 from ..types import BLOCK
 
 SHARED_BYTES = 227 * 1024
+FEW_TOKENS, L2_TOKENS = 64, 256
+"""Above the one and up to the other gate and up go through L2: 2 F float32 a token, 20 MB for 256 tokens of S2-Pro."""
 
 
 @dataclass(frozen=True, slots=True)
 class Config:
     """How gate and up are cut.
 
+    epilogue: SwiGLU is made where gate and up are summed, and the next two fields say how; else gate and up are one
+      block_scaled_matmul, with the choices of that op.
     blocks_per_group: blocks of one cluster that share a group of 128 columns of F, the width of a scale.
     stages: depth of the ring of 128-wide steps of D in shared memory.
     early: start loading weights before the kernel that quantises x has ended (programmatic dependent launch).
@@ -23,6 +27,7 @@ class Config:
     blocks_per_group: Literal[1, 2] = 2
     stages: int = 4
     early: bool = False
+    epilogue: bool = True
 
 
 def max_tile_m(chip: Chip = SM90) -> int:
@@ -58,11 +63,17 @@ def can_run(config: Config, M: int, D: int, F: int, chip: Chip = SM90) -> str | 
 
 
 def default_config(M: int, chip: Chip = SM90) -> Config:
-    """A shallow ring, so that two or three blocks share an SM; measured choices go to tuned/<device>.json instead."""
-    return Config(2 if chip.rows[0] < BLOCK else 1, 3 if M > 32 else 4)
+    """For M rows: a shallow ring, so that two or three blocks share an SM, or on Hopper with more than 64 through L2.
+
+    Measured choices go to tuned/<device>.json instead.
+    """
+    epilogue = chip is not SM90 or not FEW_TOKENS < M <= L2_TOKENS
+    return Config(2 if chip.rows[0] < BLOCK else 1, 3 if min(M, max_tile_m(chip)) > 32 else 4, epilogue=epilogue)
 
 
 def configs_to_try(M: int, D: int, F: int) -> list[Config]:
-    """What the tuner times."""
+    """What the tuner times for M rows."""
     found = [Config(b, stages, early) for b in (2, 1) for stages in (2, 3, 4) for early in (False, True)]
-    return [c for c in found if c.stages <= D // BLOCK and can_run(c, M, D, F) is None]
+    tile_m = min(-(-M // 8) * 8, max_tile_m())
+    found = [c for c in found if c.stages <= D // BLOCK and can_run(c, tile_m, D, F) is None]
+    return found + [Config(early=early, epilogue=False) for early in (False, True) if M <= L2_TOKENS]

@@ -1,4 +1,6 @@
-"""The Hopper kernels of the SwiGLU block: three launches, and between them nothing but FP8 and scales.
+"""The Hopper kernels of the SwiGLU block, in one of two forms.
+
+Up to 64 tokens, or so many that L2 would not keep gate and up: three launches, between them nothing but FP8 and scales.
 
     x (M, D) ──quantize_rows──► e4m3, scales
     gate and up rows of w_gate_up ──TMA──► ring ─► wgmma, twice a step ─► silu(gate) * up, float32 registers
@@ -7,6 +9,9 @@
 
 A block owns 128 / blocks_per_group columns of F, for gate and for up: the operands are swapped and each 128-wide step
 of D is promoted as in block_scaled_matmul. Only the activations' 1 x 128 groups tie the blocks of a pair together.
+
+Two products and two sums of more than 64 tokens do not fit a block's registers, and 64 at a time read the weights once
+more. Then gate and up are one block_scaled_matmul, whose float32 result stays in L2 for `quantize_swiglu_rows` to read.
 """
 
 from __future__ import annotations
@@ -22,10 +27,10 @@ from .._chip import SM90, Chip, broadcast
 from .._mosaic import LANE, load, silu, tiled
 from ..block_scaled_matmul import mosaic_sm90 as matmul
 from ..prepare import prepare_weights
-from ..quantize_blocks.mosaic_sm90 import quantize_rows, scale_shape
+from ..quantize_blocks.mosaic_sm90 import quantize_rows, quantize_swiglu_rows, scale_shape
 from ..quantize_blocks.reference import INVERSE_MAX, SMALLEST_SCALE
 from ..types import BLOCK, E4M3_MAX, BlockScaled
-from .config import Config, can_run, default_config, max_tile_m
+from .config import L2_TOKENS, Config, can_run, default_config, max_tile_m
 
 _LARGEST = float(jnp.finfo(jnp.float32).max)
 
@@ -35,8 +40,11 @@ def why_not(M: int, w_gate_up, w_down, config: Config | None = None, chip: Chip 
     if not (isinstance(w_gate_up, BlockScaled) and isinstance(w_down, BlockScaled)):
         return f"the weights are {type(w_gate_up).__name__}; the kernel reads BlockScaled"
     D, F = w_down.shape
-    tile_m = _tile_m(M, chip)
-    reason = can_run(config or _pick(tile_m, D, F, chip), tile_m, D, F, chip)
+    config = config or _pick(M, D, F, chip)
+    if config.epilogue:
+        reason = can_run(config, _tile_m(M, chip), D, F, chip)
+    else:
+        reason = matmul.why_not(M, 2 * F, D, chip=chip)
     return reason or matmul.why_not(M, D, F, chip=chip)
 
 
@@ -59,8 +67,14 @@ def gate_up(
     """silu(gate) * up of (M, D): e4m3 (M rounded up to 8, F) and scale_FbM (`scale_shape(M, F)`) float32."""
     M, D = x_MD.shape
     F = w_gate_up.shape[0] // 2
+    config = config or _pick(M, D, F, chip)
+    if not config.epilogue:
+        values, scale_KbM = quantize_rows(x_MD, interpret, early=config.early)
+        both = matmul.multiply_rows(
+            values, scale_KbM, w_gate_up, M, jnp.dtype(jnp.float32), interpret=interpret, chip=chip
+        )
+        return quantize_swiglu_rows(both, interpret, early=config.early)
     tile_m = _tile_m(M, chip)
-    config = config or _pick(tile_m, D, F, chip)
     if reason := can_run(config, tile_m, D, F, chip):
         raise NotImplementedError(f"swiglu_mlp: {reason}")
     if (-(-M // 8) * 8) % tile_m:
@@ -75,10 +89,10 @@ def _tile_m(M: int, chip: Chip = SM90) -> int:
     return min(-(-M // 8) * 8, max_tile_m(chip))
 
 
-def _pick(tile_m: int, D: int, F: int, chip: Chip = SM90) -> Config:
+def _pick(M: int, D: int, F: int, chip: Chip = SM90) -> Config:
     """The measured choice for this device and shape, else the default."""
-    fields = _tuned.lookup("swiglu_mlp", _tuned.bucket(tile_m), D, F)
-    return default_config(tile_m, chip) if fields is None else Config(**fields)
+    fields = _tuned.lookup("swiglu_mlp", _tuned.bucket(M), D, F) if M <= L2_TOKENS else None
+    return default_config(M, chip) if fields is None else Config(**fields)
 
 
 def _gate_up(x_MD, x_scale_KbM, w_gate_up: BlockScaled, tile_m: int, config: Config, interpret, chip: Chip):

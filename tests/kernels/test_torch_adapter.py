@@ -96,14 +96,15 @@ def handed_over(monkeypatch):
 def test_the_matmul_is_one_launch(handed_over, M, splits):
     """as_torch_kernel refuses every other operation, when it compiles: on the device."""
     tile_m, rows = min(-(-M // 8) * 8, 128), max(8, M)
-    launch = torch_adapter.matmul_kernel(M, (4097, 2560), tile_m, MatmulConfig(64, splits, 2))
-    shapes = ((rows, 2560), F8), ((20, rows), F32), ((4160, 2560), F8), ((33, 32), F32)
+    launch = torch_adapter.matmul_kernel(M, tile_m, MatmulConfig(64, splits, 2))
+    shapes = ((rows, 2560), F8), ((20, rows), F32), ((65, 64, 2560), F8), ((33, 32), F32)
     assert operations(launch, *(jax.ShapeDtypeStruct(*s) for s in shapes)) == ["stablehlo.custom_call @mosaic_gpu_v2"]
 
 
 @pytest.mark.parametrize("cache", ["bfloat16", "float8"])
-def test_attention_is_one_launch(handed_over, cache):
-    launch = torch_adapter.attention_kernel(4, 0.1, AttentionConfig(64, 1, 2))
+@pytest.mark.parametrize("splits", [1, 2])
+def test_attention_is_one_launch(handed_over, cache, splits):
+    launch = torch_adapter.attention_kernel(4, 0.1, AttentionConfig(64, splits, 2))
     kv, scale = jax.ShapeDtypeStruct((4, 2, 128, 64), BF16 if cache == "bfloat16" else F8), ((4, 2, 128), F32)
     caches = (kv, kv) if cache == "bfloat16" else (kv, kv, *[jax.ShapeDtypeStruct(*scale)] * 2)
     q = jax.ShapeDtypeStruct((4, 2, 8, 64), BF16 if cache == "bfloat16" else jnp.float16)
