@@ -29,11 +29,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ._chain import HALF, Chain, Matmul, Residual
 from ._mosaic import LINE, REDUCED, load, over_tile, over_tile_rows, signal, silu, tiled, wait_for
-from .quantize_blocks.reference import INVERSE_MAX, SMALLEST_SCALE
-from .types import BLOCK, E4M3_MAX
+from .quantize_blocks.reference import scale_of
+from .types import BLOCK, E4M3_MAX, F32_MAX
 
 ACC, ROW, COLUMN = plgpu.Layout.WGMMA, plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA.reduce(0)
-_LARGEST = float(jnp.finfo(jnp.float32).max)
 f32, bf16, fp8 = jnp.float32, jnp.bfloat16, jnp.float8_e4m3fn
 
 
@@ -109,15 +108,10 @@ def over_columns(column, shape):
     return lax.broadcast_in_dim(column, shape, (0,))
 
 
-def scale_of(top):
-    """The scale of columns with such a top: `quantize_blocks`' formula."""
-    return jnp.where(top == 0.0, 1.0, jnp.maximum(top * INVERSE_MAX, SMALLEST_SCALE))
-
-
 def rounded(value, scale):
     """What becomes e4m3, still float32."""
     quotient = jnp.clip(value * over_rows(1.0 / scale, value.shape), -E4M3_MAX, E4M3_MAX)
-    return jnp.where(jnp.abs(value) <= _LARGEST, quotient, jnp.nan)
+    return jnp.where(jnp.abs(value) <= F32_MAX, quotient, jnp.nan)
 
 
 class Walker:
@@ -265,7 +259,7 @@ class Walker:
 
     def top_of(self, value):
         """Largest finite magnitude of each column."""
-        return self.reduce("max", jnp.where(jnp.abs(value) <= _LARGEST, jnp.abs(value), 0.0))
+        return self.reduce("max", jnp.where(jnp.abs(value) <= F32_MAX, jnp.abs(value), 0.0))
 
     def tasks(self, count: int, task: Callable) -> None:
         """task(index) for all indices, dealt over the multiplying warpgroups of all blocks."""

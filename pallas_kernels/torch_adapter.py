@@ -8,6 +8,7 @@ its CUDA plugin, and takes most of the GPU's memory unless XLA_PYTHON_CLIENT_PRE
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -99,7 +100,7 @@ def decode_attention(
         raise ValueError(f"decode_attention: q, caches, lengths must be bfloat16, {wanted}, int32; got {found}")
     _check_cuda("decode_attention", q_BHd, *caches, lengths_B)
     (B, H, d), (_, G, S, _) = q_BHd.shape, k_cache.shape
-    config = config or attention.pick(k_cache)
+    config = config or dataclasses.replace(attention.pick(k_cache), splits=1)
     if config.splits > 1 and not config.in_cluster:
         raise NotImplementedError(f"decode_attention: {config.splits} splits need a second launch; PyTorch gets one")
     if reason := attention_config.can_run(config, H, G, S, d, 1 if fp8 else 2):

@@ -22,6 +22,8 @@ MX_BLOCK = 32
 """Columns that share one E8M0 scale."""
 NAN_SCALE = 255
 """The E8M0 byte that makes its columns NaN."""
+F32_MAX = float(jnp.finfo(jnp.float32).max)
+"""What is not larger in magnitude is finite: kernels have no `isfinite`."""
 E4M3_MAX = 448.0
 """Largest finite e4m3 value; the format has no infinity."""
 

@@ -22,11 +22,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from .._mosaic import LANE, load
-from ..quantize_blocks.reference import INVERSE_MAX, SMALLEST_SCALE
-from ..types import E4M3_MAX, ScaledKV
+from ..quantize_blocks.mosaic_sm90 import scale_and_round_rows
+from ..types import ScaledKV
 from .config import HALF, can_run
 
-_LARGEST = float(jnp.finfo(jnp.float32).max)
 # No barriers but those written here: shared memory is written once and read once, `commit_smem` between the two waits
 # for all threads, and there would be two more around every store of a scale.
 _PARAMS = dataclasses.replace(LANE, unsafe_no_auto_barriers=True)
@@ -59,12 +58,7 @@ def append_kv(
                 plgpu.copy_gmem_to_smem(rows_gmem.at[b, pl.ds(half * G, G)], x_smem.at[pl.ds(half * HALF, G)], loaded)
             plgpu.barrier_wait(loaded)
             x = load(x_smem, plgpu.Layout.WGMMA, optimized=False).astype(jnp.float32)
-            finite = jnp.abs(x) <= _LARGEST
-            amax = jnp.max(jnp.where(finite, jnp.abs(x), 0.0), axis=1)
-            scale = jnp.where(amax == 0.0, 1.0, jnp.maximum(amax * INVERSE_MAX, SMALLEST_SCALE))
-            quotient = jnp.clip(x / lax.broadcast_in_dim(scale, x.shape, (0,)), -E4M3_MAX, E4M3_MAX)
-            values_smem[...] = jnp.where(finite, quotient, jnp.nan).astype(jnp.float8_e4m3fn)
-            scale_smem[...] = scale
+            values_smem[...], scale_smem[...] = scale_and_round_rows(x)
             plgpu.commit_smem()
             for half, cache in enumerate(caches_gmem):
                 plgpu.copy_smem_to_gmem(values_smem.at[pl.ds(half * HALF, G)], cache.values_BGSd.at[b, :, at])

@@ -105,20 +105,15 @@ def can_run(config: Config, M: int, N: int, K: int, chip: Chip = SM90) -> str | 
 
 
 def default_config(M: int, N: int, K: int, chip: Chip = SM90) -> Config:
-    """For M rows of x, any number; measured choices go to tuned/<device>.json instead.
+    """For M rows of x: many small blocks, about two and a half to an SM.
 
-    Many small blocks, about two and a half to an SM; above 64 rows on Hopper two warpgroups that read each token once
-    for 128 rows of weights, a block or more to an SM.
+    Measured choices go to tuned/<device>.json instead.
     """
-    several = M > FEW_TOKENS and chip is SM90 and N % (2 * chip.rows[0]) == 0
-    tile_n, warpgroups = chip.rows[0], 2 if several else 1
-    tiles = N // (tile_n * warpgroups) * (-(-M // chip.max_tokens) if several else 1)
-    splits = next((s for s in (1, 2, 4) if tiles * s * warpgroups >= 2 * chip.num_sms), 8)
-    splits = max(1, min(splits, K // BLOCK // 3))
+    tile_n = chip.rows[0]
+    splits = next((s for s in (1, 2, 4) if N // tile_n * s >= 2 * chip.num_sms), 8)
+    splits = max(1, min(splits, K // BLOCK // 2))
     stages = 3 if M > 32 else 4
-    configs = [Config(tile_n, s, max(1, min(stages, K // BLOCK // s)), warpgroups) for s in range(splits, 0, -1)]
-    configs += [Config(tile_n, 1, 1)]
-    return next(c for c in configs if can_run(c, tile_of(M, c, chip), N, K, chip) is None or c is configs[-1])
+    return Config(tile_n, splits, max(1, min(stages, K // BLOCK // splits)))
 
 
 def configs_to_try(M: int, N: int, K: int) -> list[Config]:

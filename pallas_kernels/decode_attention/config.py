@@ -25,15 +25,15 @@ class Config:
     stages: depth of the ring of key and value tiles in shared memory.
     keys_in: where the tensor core reads widened FP8 keys: registers (Hopper alone) or shared memory. "shared" is also
       what the GPU interpreter can run.
-    merge: where several parts meet: in the first block of their cluster (Hopper alone, at most 8), or in a launch of
-      XLA's, which is also what the GPU interpreter can run.
+    merge: where several parts meet: in a launch of XLA's, or in the first block of their cluster (Hopper alone, at most
+      8), which the GPU interpreter cannot run.
     """
 
     block_kv: int = 64
     splits: int = 1
     stages: int = 2
     keys_in: Literal["registers", "shared"] = "registers"
-    merge: Literal["cluster", "launch"] = "cluster"
+    merge: Literal["launch", "cluster"] = "launch"
 
     @property
     def in_cluster(self) -> bool:
@@ -71,21 +71,20 @@ def can_run(config: Config, H: int, G: int, S: int, d: int, kv_bytes: int, chip:
 
 def default_config(B: int, G: int, S: int, chip: Chip = SM90) -> Config:
     """At least one block to an SM, none shorter than one step: more parts cost more merging than they win."""
-    splits, block_kv, most = 1, chip.rows[0], MOST_OF_CLUSTER if chip is SM90 else 16
-    while B * G * splits < chip.num_sms and 2 * splits * block_kv <= S and splits < most:
+    splits, block_kv = 1, chip.rows[0]
+    while B * G * splits < chip.num_sms and 2 * splits * block_kv <= S and splits < 16:
         splits *= 2
-    if chip is SM90:
-        return Config(block_kv, splits)
-    return Config(block_kv, splits, keys_in="shared", merge="launch")
+    return Config(block_kv, splits, keys_in="registers" if chip is SM90 else "shared")
 
 
 def configs_to_try(B: int, H: int, G: int, S: int, d: int, kv_bytes: int) -> list[Config]:
     """What the tuner times: half a wave to sixteen waves of blocks, none shorter than one step, rings of 2 ... 6."""
     found = [
-        Config(block_kv, splits, stages, merge="cluster" if splits <= MOST_OF_CLUSTER else "launch")
+        Config(block_kv, splits, stages, merge=merge)
         for block_kv in (64, 128)
         for splits in (1, 2, 4, 8, 16)
         for stages in (2, 3, 4, 6)
+        for merge in ("launch", "cluster")[: 1 if splits == 1 else 2]
         if splits * block_kv <= S and stages <= max(2, S // block_kv // splits)
     ]
     fitting = [c for c in found if can_run(c, H, G, S, d, kv_bytes) is None]

@@ -36,10 +36,10 @@ from .._persistent import (
     over_columns,
     over_rows,
     rounded,
-    scale_of,
     scratch,
     strided,
 )
+from ..quantize_blocks.reference import scale_of
 from ..types import BLOCK
 from . import config as layout
 from .config import POSITIONS, SLOTS, Config, Plan

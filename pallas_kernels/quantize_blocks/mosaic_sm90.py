@@ -18,12 +18,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from .._mosaic import LANE, LINE, load, silu
-from ..types import BLOCK, E4M3_MAX
-from .reference import INVERSE_MAX, SMALLEST_SCALE
+from ..types import BLOCK, E4M3_MAX, F32_MAX
+from .reference import scale_of
 
 ROWS = 64
 """Rows of one block: one register tile."""
-_LARGEST = float(jnp.finfo(jnp.float32).max)
 
 
 def why_not(block: tuple[int, int]) -> str | None:
@@ -48,6 +47,14 @@ def quantize_rows(x_MK: jax.Array, interpret=None, *, early: bool = False) -> tu
 def quantize_swiglu_rows(x_MN: jax.Array, interpret=None, *, early: bool = False) -> tuple[jax.Array, jax.Array]:
     """silu(gate) * up of (M, 2 F), F columns of gate and then F of up, as `quantize_rows` returns it."""
     return _launch(x_MN, 2, lambda gate, up: silu(gate) * up, interpret, early)
+
+
+def scale_and_round_rows(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The formula for each row of a float32 tile in registers: (e4m3 values, float32 scales)."""
+    finite = jnp.abs(x) <= F32_MAX
+    scale = scale_of(jnp.max(jnp.where(finite, jnp.abs(x), 0.0), axis=1))
+    quotient = jnp.clip(x / lax.broadcast_in_dim(scale, x.shape, (0,)), -E4M3_MAX, E4M3_MAX)
+    return jnp.where(finite, quotient, jnp.nan).astype(jnp.float8_e4m3fn), scale
 
 
 def _launch(x_MN, parts: int, combine: Callable, interpret, early: bool) -> tuple[jax.Array, jax.Array]:
@@ -75,12 +82,7 @@ def _launch(x_MN, parts: int, combine: Callable, interpret, early: bool) -> tupl
         if tile < ROWS:
             row = plgpu.broadcasted_iota(jnp.int32, x.shape, 0, layout=plgpu.Layout.WGMMA)
             x = jnp.where(row < tile, x, 0.0)
-        finite = jnp.abs(x) <= _LARGEST
-        amax = jnp.max(jnp.where(finite, jnp.abs(x), 0.0), axis=1)
-        scale = jnp.where(amax == 0.0, 1.0, jnp.maximum(amax * INVERSE_MAX, SMALLEST_SCALE))
-        quotient = jnp.clip(x / lax.broadcast_in_dim(scale, x.shape, (0,)), -E4M3_MAX, E4M3_MAX)
-        values_smem[...] = jnp.where(finite, quotient, jnp.nan).astype(jnp.float8_e4m3fn)
-        scale_smem[...] = scale
+        values_smem[...], scale_smem[...] = scale_and_round_rows(x)
         plgpu.commit_smem()
         to = (pl.ds(m * ROWS, stored), pl.ds(kb * BLOCK, BLOCK))
         plgpu.copy_smem_to_gmem(values_smem.at[pl.ds(0, stored)], values_gmem.at[to])

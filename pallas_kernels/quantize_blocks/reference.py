@@ -33,10 +33,15 @@ def quantize_blocks(x_NK: jax.Array, block: tuple[int, int]) -> BlockScaled:
     return BlockScaled(values.reshape(padded.shape)[:num_rows], scale[:, 0, :, 0])
 
 
+def scale_of(amax: jax.Array) -> jax.Array:
+    """The scale of blocks with such a largest magnitude."""
+    return jnp.where(amax == 0.0, 1.0, jnp.maximum(amax * INVERSE_MAX, SMALLEST_SCALE))
+
+
 def scale_and_round(x: jax.Array, axes: tuple[int, ...]) -> tuple[jax.Array, jax.Array]:
     """The formula over any axes of a float32 array: (e4m3 values, float32 scale with `axes` of length 1)."""
     finite = jnp.isfinite(x)
     amax = jnp.max(jnp.where(finite, jnp.abs(x), 0.0), axis=axes, keepdims=True)
-    scale = jnp.where(amax == 0.0, 1.0, jnp.maximum(amax * INVERSE_MAX, SMALLEST_SCALE))
+    scale = scale_of(amax)
     quotient = jnp.clip(x / scale, -E4M3_MAX, E4M3_MAX)
     return jnp.where(finite, quotient, jnp.nan).astype(jnp.float8_e4m3fn), scale

@@ -17,12 +17,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from .._mosaic import LANE, load
-from ..types import BLOCK, E4M3_MAX, MX_BLOCK, NAN_SCALE, scale_halves
+from ..types import BLOCK, E4M3_MAX, F32_MAX, MX_BLOCK, NAN_SCALE, scale_halves
 from .reference import E4M3_MAX_EXPONENT
 
 ROWS = 64
 """Rows of one block: one register tile."""
-_LARGEST, _SMALLEST = float(jnp.finfo(jnp.float32).max), float(jnp.finfo(jnp.float32).tiny)
+_SMALLEST = float(jnp.finfo(jnp.float32).tiny)
 
 
 def why_not(K: int) -> str | None:
@@ -109,7 +109,7 @@ def _scaled(x_ref, tile: int) -> tuple[jax.Array, jax.Array]:
         row = plgpu.broadcasted_iota(jnp.int32, x.shape, 0, layout=plgpu.Layout.WGMMA)
         x = jnp.where(row < tile, x, 0.0)
     size = jnp.abs(x)
-    finite = size <= _LARGEST
+    finite = size <= F32_MAX
     amax = jnp.max(jnp.where(finite, size, 0.0), axis=1)
     bad = jnp.max(jnp.where(finite, 0.0, 1.0), axis=1)
     # The exponent field is floor(log2) + 127 exactly; a zero or subnormal amax has field 0 and clamps.

@@ -9,8 +9,8 @@ from .._chip import SM90, Chip
 from ..types import BLOCK
 
 SHARED_BYTES = 227 * 1024
-FEW_TOKENS, L2_TOKENS = 64, 256
-"""Above the one and up to the other gate and up go through L2: 2 F float32 a token, 20 MB for 256 tokens of S2-Pro."""
+L2_TOKENS = 256
+"""The most whose gate and up may go through L2: 2 F float32 a token, 20 MB for 256 tokens of S2-Pro."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,12 +63,8 @@ def can_run(config: Config, M: int, D: int, F: int, chip: Chip = SM90) -> str | 
 
 
 def default_config(M: int, chip: Chip = SM90) -> Config:
-    """For M rows: a shallow ring, so that two or three blocks share an SM, or on Hopper with more than 64 through L2.
-
-    Measured choices go to tuned/<device>.json instead.
-    """
-    epilogue = chip is not SM90 or not FEW_TOKENS < M <= L2_TOKENS
-    return Config(2 if chip.rows[0] < BLOCK else 1, 3 if min(M, max_tile_m(chip)) > 32 else 4, epilogue=epilogue)
+    """A shallow ring, so that two or three blocks share an SM; measured choices go to tuned/<device>.json instead."""
+    return Config(2 if chip.rows[0] < BLOCK else 1, 3 if min(M, max_tile_m(chip)) > 32 else 4)
 
 
 def configs_to_try(M: int, D: int, F: int) -> list[Config]:

@@ -1,6 +1,6 @@
 """The Hopper kernels of the SwiGLU block, in one of two forms.
 
-Up to 64 tokens, or so many that L2 would not keep gate and up: three launches, between them nothing but FP8 and scales.
+With SwiGLU in the epilogue it is three launches, and between them nothing but FP8 and scales.
 
     x (M, D) ──quantize_rows──► e4m3, scales
     gate and up rows of w_gate_up ──TMA──► ring ─► wgmma, twice a step ─► silu(gate) * up, float32 registers
@@ -28,11 +28,9 @@ from .._mosaic import LANE, load, silu, tiled
 from ..block_scaled_matmul import mosaic_sm90 as matmul
 from ..prepare import prepare_weights
 from ..quantize_blocks.mosaic_sm90 import quantize_rows, quantize_swiglu_rows, scale_shape
-from ..quantize_blocks.reference import INVERSE_MAX, SMALLEST_SCALE
-from ..types import BLOCK, E4M3_MAX, BlockScaled
+from ..quantize_blocks.reference import scale_of
+from ..types import BLOCK, E4M3_MAX, F32_MAX, BlockScaled
 from .config import L2_TOKENS, Config, can_run, default_config, max_tile_m
-
-_LARGEST = float(jnp.finfo(jnp.float32).max)
 
 
 def why_not(M: int, w_gate_up, w_down, config: Config | None = None, chip: Chip = SM90) -> str | None:
@@ -167,17 +165,17 @@ def _gate_up(x_MD, x_scale_KbM, w_gate_up: BlockScaled, tile_m: int, config: Con
 
         def top_of(value):
             """Largest finite magnitude of each column."""
-            return jnp.max(jnp.where(jnp.abs(value) <= _LARGEST, jnp.abs(value), 0.0), axis=0)
+            return jnp.max(jnp.where(jnp.abs(value) <= F32_MAX, jnp.abs(value), 0.0), axis=0)
 
         def finish(parts):
             """Quantise the group's 128 columns, `columns` from each block, and write them."""
             tops = [top_of(value) for value in parts]
             amax = tops[0] if blocks == 1 else jnp.maximum(*tops)
-            scale = jnp.where(amax == 0.0, 1.0, jnp.maximum(amax * INVERSE_MAX, SMALLEST_SCALE))
+            scale = scale_of(amax)
             row_smem[pl.ds(0, tile_m)] = scale
             for at, value in enumerate(parts):
                 quotient = jnp.clip(value * broadcast(1.0 / scale, tile, 1, chip), -E4M3_MAX, E4M3_MAX)
-                quotient = jnp.where(jnp.abs(value) <= _LARGEST, quotient, jnp.nan)
+                quotient = jnp.where(jnp.abs(value) <= F32_MAX, quotient, jnp.nan)
                 # FP8 cannot be stored transposed: float32 goes to shared memory and comes back as rows.
                 y_smem.at[at].T[...] = plgpu.layout_cast(quotient, chip.transposed)
                 rows = plgpu.Layout.WG_STRIDED((tile_m, columns), vec_size=4)

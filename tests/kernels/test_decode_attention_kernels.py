@@ -31,7 +31,7 @@ def operands(spec, cache):
 @pytest.mark.parametrize("block_kv", [64, 128])
 @pytest.mark.parametrize("merge", ["cluster", "launch"])
 def test_lowers_for_cuda(spec, cache, block_kv, merge):
-    config = Config(block_kv, default_config(spec.B, spec.G, spec.S).splits, 2, merge=merge)
+    config = Config(block_kv, min(default_config(spec.B, spec.G, spec.S).splits, 8), 2, merge=merge)
     assert can_run(config, spec.H, spec.G, spec.S, spec.d, 1 if cache == "float8" else 2) is None
     traced = jax.jit(functools.partial(KERNELS["sm90"], scale=0.1, config=config)).trace(*operands(spec, cache))
     assert "mosaic_gpu" in traced.lower(lowering_platforms=("cuda",)).as_text()
@@ -66,7 +66,7 @@ def test_interpreter_equals_float64_with_poison_past_the_length(
     k, v = (jnp.asarray(rng.standard_normal((5, G, S, d)) * spread, jnp.bfloat16) for _ in range(2))
     (k, v), known = poisoned(k, v, lengths, cache)
     ref = attention_oracle(np.asarray(q.astype(jnp.float32)), *known, lengths)
-    config = Config(block_kv, splits, 2, keys_in="shared", merge="launch")
+    config = Config(block_kv, splits, 2, keys_in="shared")
     o = KERNELS[chip](q, k, v, jnp.asarray(lengths), d**-0.5, config, interpret=gpu_interpreter())
     assert not np.asarray(o[0]).astype(np.float32).any()
     for b in range(1, 5):
@@ -78,8 +78,8 @@ def test_can_run_says_what_is_wrong():
     assert "query heads" in can_run(Config(), 32, 2, 128, 64, 2)
     assert "block_kv" in can_run(Config(), 8, 2, 100, 64, 2)
     assert "shared memory" in can_run(Config(stages=9), 8, 2, 128, 128, 2)
-    assert "meet in a cluster of at most 8" in can_run(Config(splits=16), 8, 2, 1024, 128, 2)
-    assert can_run(Config(splits=16, merge="launch"), 8, 2, 1024, 128, 2) is None
+    assert "meet in a cluster of at most 8" in can_run(Config(splits=16, merge="cluster"), 8, 2, 1024, 128, 2)
+    assert can_run(Config(splits=16), 8, 2, 1024, 128, 2) is None
     q = jax.ShapeDtypeStruct((1, 8, 64), jnp.float32)
     cache = jax.ShapeDtypeStruct((1, 2, 128, 64), jnp.bfloat16)
     assert "q is float32" in mosaic_sm90.why_not(q, cache)
@@ -89,4 +89,4 @@ def test_can_run_says_what_a_blackwell_does_not():
     assert "head width 64 is not 128" in can_run(Config(128), 8, 2, 128, 64, 2, SM100)
     assert "block_kv = 64" in can_run(Config(64), 8, 2, 128, 128, 2, SM100)
     assert "registers" in can_run(Config(128), 8, 2, 128, 128, 1, SM100)
-    assert "cluster" in can_run(Config(128, 2), 8, 2, 256, 128, 2, SM100)
+    assert "cluster" in can_run(Config(128, 2, keys_in="shared", merge="cluster"), 8, 2, 256, 128, 2, SM100)

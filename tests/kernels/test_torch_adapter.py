@@ -104,7 +104,7 @@ def test_the_matmul_is_one_launch(handed_over, M, splits):
 @pytest.mark.parametrize("cache", ["bfloat16", "float8"])
 @pytest.mark.parametrize("splits", [1, 2])
 def test_attention_is_one_launch(handed_over, cache, splits):
-    launch = torch_adapter.attention_kernel(4, 0.1, AttentionConfig(64, splits, 2))
+    launch = torch_adapter.attention_kernel(4, 0.1, AttentionConfig(64, splits, 2, merge="cluster"))
     kv, scale = jax.ShapeDtypeStruct((4, 2, 128, 64), BF16 if cache == "bfloat16" else F8), ((4, 2, 128), F32)
     caches = (kv, kv) if cache == "bfloat16" else (kv, kv, *[jax.ShapeDtypeStruct(*scale)] * 2)
     q = jax.ShapeDtypeStruct((4, 2, 8, 64), BF16 if cache == "bfloat16" else jnp.float16)
