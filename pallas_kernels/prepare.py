@@ -11,8 +11,8 @@ import jax.numpy as jnp
 from . import _dispatch
 from .types import BLOCK, NAN_SCALE, BlockScaled, MxScaled, register_tiles, scale_tiles
 
-ROW_MULTIPLE, BLACKWELL_ROW_MULTIPLE = 64, 128
-"""Rows of one tensor-core instruction: the weight is its row side."""
+ROW_MULTIPLE = 128
+"""Rows of a block scale, of Blackwell's tensor-core instruction, and of two of Hopper's: the weight is its row side."""
 LINE = 32
 """Float32 per 128 bytes, the least a bulk copy moves."""
 OPS = ("block_scaled_matmul", "mx_matmul", "swiglu_mlp")
@@ -24,7 +24,7 @@ Weight = TypeVar("Weight", jax.Array, BlockScaled, MxScaled)
 def prepare_weights(w: Weight, op: str, capability: str | None = None) -> Weight:
     """Pad and lay out a weight for the kernel of `op`; its logical shape stays what it was.
 
-    BlockScaled: rows padded with zeros to a multiple of 64 (4,097 -> 4,160; 128 on Blackwell), scale rows to whole
+    BlockScaled: rows padded with zeros to a multiple of 128 (4,097 -> 4,224), scale rows to whole
     128-byte lines. MxScaled: rows padded likewise, with byte 127 (scale 1) for the new rows, and laid out as the chip's
     kernel reads them (`MxScaled`); left as it is where K is no multiple of 128, for the reference alone. Arrays are
     returned as they are. Already prepared weights are returned unchanged.
@@ -41,9 +41,8 @@ def prepare_weights(w: Weight, op: str, capability: str | None = None) -> Weight
     if op not in OPS:
         raise ValueError(f"prepare_weights: op {op!r} is not one of {', '.join(OPS)}")
     capability = capability or _dispatch.gpu_capability()
-    multiple = BLACKWELL_ROW_MULTIPLE if capability == _dispatch.BLACKWELL else ROW_MULTIPLE
     if isinstance(w, BlockScaled):
-        rows = _pad(w.values_NK, multiple, 1)
+        rows = _pad(w.values_NK, ROW_MULTIPLE, 1)
         scale_NbKb = w.scale_NbKb[: -(-w.shape[0] // BLOCK)]
         wanted = -(-rows.shape[0] // BLOCK)
         scale_NbKb = jnp.pad(scale_NbKb, ((0, wanted - scale_NbKb.shape[0]), (0, 0)), constant_values=1.0)
@@ -52,7 +51,7 @@ def prepare_weights(w: Weight, op: str, capability: str | None = None) -> Weight
         layout = "tiles" if capability == _dispatch.BLACKWELL else "registers"
         if w.layout == layout or w.shape[1] % BLOCK:
             return w
-        values, bytes_ = _pad(w.value_rows, multiple, 1), w.scale_rows
+        values, bytes_ = _pad(w.value_rows, ROW_MULTIPLE, 1), w.scale_rows
         bytes_ = jnp.pad(bytes_, ((0, values.shape[0] - bytes_.shape[0]), (0, 0)), constant_values=127)
         if layout == "tiles":
             scale = scale_tiles(bytes_)
@@ -62,6 +61,11 @@ def prepare_weights(w: Weight, op: str, capability: str | None = None) -> Weight
             values = register_tiles(values)
         return dataclasses.replace(w, values_NK=values, scale_NKb=scale, num_rows=w.shape[0], layout=layout)
     return w
+
+
+def rows_of_prepared(N: int) -> int:
+    """Rows of a prepared weight of N rows."""
+    return -(-N // ROW_MULTIPLE) * ROW_MULTIPLE
 
 
 def _pad(x: jax.Array, row_multiple: int, column_multiple: int) -> jax.Array:

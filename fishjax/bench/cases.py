@@ -19,7 +19,7 @@ from pallas_kernels.between_attentions import arg_specs as between_specs
 from pallas_kernels.block_scaled_matmul import arg_specs as matmul_specs
 from pallas_kernels.decode_attention import arg_specs as attention_specs
 from pallas_kernels.mx_matmul import arg_specs as mx_specs
-from pallas_kernels.prepare import ROW_MULTIPLE
+from pallas_kernels.prepare import rows_of_prepared
 from pallas_kernels.swiglu_mlp import arg_specs as mlp_specs
 from pallas_kernels.types import BLOCK, MX_BLOCK
 
@@ -213,5 +213,5 @@ def tuned_key(case: Case) -> str:
     elif case.op == "between_attentions":
         parts = (_tuned.bucket(case.m), s["D"], s["K"], s["N"], s["F"])
     else:
-        parts = (_tuned.bucket(case.m), -(-s["N"] // ROW_MULTIPLE) * ROW_MULTIPLE, s["K"])
+        parts = (_tuned.bucket(case.m), rows_of_prepared(s["N"]), s["K"])
     return "x".join(map(str, parts))

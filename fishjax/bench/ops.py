@@ -22,7 +22,7 @@ from pallas_kernels.between_attentions import config as between_config
 from pallas_kernels.block_scaled_matmul import config as matmul_config
 from pallas_kernels.decode_attention import config as attention_config
 from pallas_kernels.mx_matmul import config as mx_config
-from pallas_kernels.prepare import ROW_MULTIPLE
+from pallas_kernels.prepare import rows_of_prepared
 from pallas_kernels.swiglu_mlp import config as mlp_config
 
 from .cases import Case, tuned_key
@@ -75,7 +75,7 @@ def check_fields(op: str, fields: dict[str, Any]) -> None:
 def _default(case: Case) -> Any:
     s, rows = case.shape, -(-case.m // 8) * 8
     if case.op in _MATMULS:
-        return _MATMULS[case.op][1].default_config(rows, -(-s["N"] // ROW_MULTIPLE) * ROW_MULTIPLE, s["K"])
+        return _MATMULS[case.op][1].default_config(rows, rows_of_prepared(s["N"]), s["K"])
     if case.op == "decode_attention":
         return attention_config.default_config(case.m, s["G"], s["S"])
     if case.op == "between_attentions":
@@ -87,7 +87,7 @@ def configs_to_try(case: Case) -> list[dict[str, Any]]:
     """The fields of every config that the tuner times for a case."""
     s, rows = case.shape, -(-case.m // 8) * 8
     if case.op in _MATMULS:
-        found = _MATMULS[case.op][1].configs_to_try(rows, -(-s["N"] // ROW_MULTIPLE) * ROW_MULTIPLE, s["K"])
+        found = _MATMULS[case.op][1].configs_to_try(rows, rows_of_prepared(s["N"]), s["K"])
     elif case.op == "swiglu_mlp":
         found = mlp_config.configs_to_try(rows, s["D"], s["F"])
     elif case.op == "between_attentions":

@@ -82,9 +82,7 @@ def can_run(config: Config, M: int, N: int, K: int, chip: Chip = SM90) -> str | 
         return f"M = {M} rows a tile is not a multiple of 8 from 8 to {chip.max_tokens}"
     if config.tile_n not in chip.rows or N % config.tile_n:
         sizes = " or ".join(map(str, chip.rows))
-        return (
-            f"N = {N} is not a multiple of tile_n = {config.tile_n} ({sizes}); prepare_weights pads to {chip.rows[0]}"
-        )
+        return f"N = {N} is not a multiple of tile_n = {config.tile_n} ({sizes}); prepare_weights pads"
     if K % BLOCK:
         return f"K = {K} is not a multiple of {BLOCK}"
     if not 1 <= config.splits <= min(8, K // BLOCK):
@@ -105,12 +103,13 @@ def can_run(config: Config, M: int, N: int, K: int, chip: Chip = SM90) -> str | 
 
 
 def default_config(M: int, N: int, K: int, chip: Chip = SM90) -> Config:
-    """For M rows of x: many small blocks, about two and a half to an SM.
+    """For M rows of x: many small blocks, one and a half to an SM or more.
 
     Measured choices go to tuned/<device>.json instead.
     """
     tile_n = chip.rows[0]
-    splits = next((s for s in (1, 2, 4) if N // tile_n * s >= 2 * chip.num_sms), 8)
+    tiles = N // tile_n * -(-M // FEW_TOKENS)
+    splits = next((s for s in (1, 2, 3, 4, 6) if 2 * tiles * s >= 3 * chip.num_sms), 8)
     splits = max(1, min(splits, K // BLOCK // 2))
     stages = 3 if M > 32 else 4
     return Config(tile_n, splits, max(1, min(stages, K // BLOCK // splits)))

@@ -24,7 +24,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from .. import _tuned
 from .._chip import SM90, Chip, broadcast
 from .._mosaic import LANE, load, tiled
-from ..prepare import prepare_weights
+from ..prepare import prepare_weights, rows_of_prepared
 from ..quantize_blocks.mosaic_sm90 import quantize_rows
 from ..types import BLOCK, BlockScaled
 from .config import Config, can_run, default_config, owners_of, rows_of, scale_rows_of, tile_of
@@ -32,7 +32,7 @@ from .config import Config, can_run, default_config, owners_of, rows_of, scale_r
 
 def why_not(M: int, N: int, K: int, config: Config | None = None, chip: Chip = SM90) -> str | None:
     """None when this kernel can run these shapes, else the reason."""
-    rows = _rows(N, chip)
+    rows = rows_of_prepared(N)
     config = config or pick(M, rows, K, chip)
     return can_run(config, tile_of(M, config, chip), rows, K, chip)
 
@@ -47,7 +47,7 @@ def block_scaled_matmul(
 ) -> jax.Array:
     """(M, K) x (N, K) -> (M, N). A weight that is not prepared is padded here, at the price of copying it."""
     M, K = x_MK.shape
-    config = config or pick(M, _rows(w_NK.shape[0], chip), K, chip)
+    config = config or pick(M, rows_of_prepared(w_NK.shape[0]), K, chip)
     if isinstance(x_MK, BlockScaled):
         values, scale_KbM = transposed_scales(x_MK)
     else:
@@ -96,11 +96,6 @@ def pick(M: int, rows: int, K: int, chip: Chip = SM90) -> Config:
     """The measured choice for this device and M rows of x, else the default."""
     fields = _tuned.lookup("block_scaled_matmul", _tuned.bucket(M), rows, K)
     return default_config(M, rows, K, chip) if fields is None else Config(**fields)
-
-
-def _rows(N: int, chip: Chip) -> int:
-    """Rows of a prepared weight."""
-    return -(-N // chip.rows[0]) * chip.rows[0]
 
 
 def launch(

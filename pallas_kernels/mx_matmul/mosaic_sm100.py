@@ -21,7 +21,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from .. import _tuned
 from .._dispatch import BLACKWELL
 from .._mosaic import LANE, tiled
-from ..prepare import prepare_weights
+from ..prepare import prepare_weights, rows_of_prepared
 from ..quantize_mx.mosaic_sm90 import quantize_rows
 from ..types import MxScaled, scale_tiles
 from .config_sm100 import SCALE_ROWS, STEP, TILE_M, TILE_N, Config, can_run, default_config
@@ -33,7 +33,7 @@ _SCALE, _TILE = jnp.float8_e8m0fnu, (1, 1, 32, 16)
 
 def why_not(M: int, N: int, K: int, config: Config | None = None) -> str | None:
     """None when this kernel can run these shapes, else the reason."""
-    tile_m, rows = _tile_m(M), -(-N // TILE_N) * TILE_N
+    tile_m, rows = _tile_m(M), rows_of_prepared(N)
     return can_run(config or _pick(tile_m, rows, K), tile_m, rows, K)
 
 
@@ -45,7 +45,7 @@ def mx_matmul(
     A weight that is not prepared is laid out here, at the price of copying it.
     """
     (M, K), N = x_MK.shape, w_NK.shape[0]
-    tile_m, rows = _tile_m(M), -(-N // TILE_N) * TILE_N
+    tile_m, rows = _tile_m(M), rows_of_prepared(N)
     config = config or _pick(tile_m, rows, K)
     if reason := can_run(config, tile_m, rows, K):
         raise NotImplementedError(f"mx_matmul: {reason}")

@@ -30,7 +30,7 @@ from .. import _tuned
 from .._dispatch import HOPPER
 from .._mosaic import LANE, LINE, load, tiled
 from ..block_scaled_matmul.config import equal_tiles, owners_of
-from ..prepare import prepare_weights
+from ..prepare import prepare_weights, rows_of_prepared
 from ..quantize_mx.mosaic_sm90 import round_rows
 from ..types import MX_BLOCK, MxScaled, rows_of_register_tiles, scale_halves
 from .config import BLOCKS_PER_STEP, ROWS, STEP, Config, can_run, default_config
@@ -43,7 +43,7 @@ _TILE = (ROWS, STEP)
 
 def why_not(M: int, N: int, K: int, config: Config | None = None) -> str | None:
     """None when this kernel can run these shapes, else the reason."""
-    tile_m, rows = equal_tiles(M, MAX_TILE_M), -(-N // ROWS) * ROWS
+    tile_m, rows = equal_tiles(M, MAX_TILE_M), rows_of_prepared(N)
     return can_run(config or _pick(tile_m, rows, K), tile_m, rows, K)
 
 
@@ -55,7 +55,7 @@ def mx_matmul(
     A weight that is not prepared is laid out here, at the price of copying it.
     """
     (M, K), N = x_MK.shape, w_NK.shape[0]
-    tile_m, rows = equal_tiles(M, MAX_TILE_M), -(-N // ROWS) * ROWS
+    tile_m, rows = equal_tiles(M, MAX_TILE_M), rows_of_prepared(N)
     config = config or _pick(tile_m, rows, K)
     if reason := can_run(config, tile_m, rows, K):
         raise NotImplementedError(f"mx_matmul: {reason}")

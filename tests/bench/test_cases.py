@@ -13,6 +13,7 @@ from pallas_kernels.between_attentions import mosaic_sm90 as between_kernel
 from pallas_kernels.block_scaled_matmul import mosaic_sm90 as matmul_kernel
 from pallas_kernels.decode_attention import mosaic_sm90 as attention_kernel
 from pallas_kernels.mx_matmul import mosaic_sm90 as mx_kernel
+from pallas_kernels.prepare import rows_of_prepared
 from pallas_kernels.swiglu_mlp import mosaic_sm90 as mlp_kernel
 
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128)
@@ -76,9 +77,9 @@ def test_choices_are_filed_where_the_op_looks(case, monkeypatch):
     monkeypatch.setattr(_tuned, "lookup", lambda op, *key: asked.append((op, "x".join(map(str, key)))))
     s = case.shape
     if case.op == "block_scaled_matmul":
-        matmul_kernel.pick(case.m, -(-s["N"] // 64) * 64, s["K"])
+        matmul_kernel.pick(case.m, rows_of_prepared(s["N"]), s["K"])
     elif case.op == "mx_matmul":
-        mx_kernel._pick(case.m, -(-s["N"] // 64) * 64, s["K"])
+        mx_kernel._pick(case.m, rows_of_prepared(s["N"]), s["K"])
     elif case.op == "swiglu_mlp":
         mlp_kernel._pick(case.m, s["D"], s["F"])
     elif case.op == "between_attentions":

@@ -14,6 +14,7 @@ from pallas_kernels._testing import TOLERANCES, gpu_interpreter, rel_err
 from pallas_kernels.block_scaled_matmul import mosaic_sm90, mosaic_sm100
 from pallas_kernels.block_scaled_matmul.arg_specs import ROWS, SPECS
 from pallas_kernels.block_scaled_matmul.config import Config, can_run, configs_to_try, default_config, tile_of
+from pallas_kernels.prepare import rows_of_prepared
 from pallas_kernels.types import BlockScaled
 
 KERNELS = {"sm90": mosaic_sm90.block_scaled_matmul, "sm100": mosaic_sm100.block_scaled_matmul}
@@ -26,15 +27,15 @@ CHANGES = (
 )
 
 
-def weight(N, K, multiple):
-    rows = -(-N // multiple) * multiple
+def weight(N, K):
+    rows = rows_of_prepared(N)
     grid = jax.ShapeDtypeStruct((-(-rows // 128), -(-(K // 128) // 32) * 32), jnp.float32)
     return BlockScaled(jax.ShapeDtypeStruct((rows, K), jnp.float8_e4m3fn), grid, N)
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=lambda s: s.name)
 def test_any_number_of_rows_has_a_default_that_fits(spec):
-    rows = -(-spec.N // 64) * 64
+    rows = rows_of_prepared(spec.N)
     for M in range(1, 600):
         config = default_config(M, rows, spec.K)
         assert can_run(config, tile_of(M, config), rows, spec.K) is None, M
@@ -45,7 +46,7 @@ def test_any_number_of_rows_has_a_default_that_fits(spec):
 @pytest.mark.parametrize("spec", SPECS, ids=lambda s: s.name)
 @pytest.mark.parametrize("change", CHANGES, ids=str)
 def test_lowers_for_cuda(spec, change):
-    rows = -(-spec.N // 64) * 64
+    rows = rows_of_prepared(spec.N)
     for M in (1, 24, 64, 128, 300):
         config = dataclasses.replace(default_config(M, rows, spec.K), **change)
         if can_run(config, tile_of(M, config), rows, spec.K):
@@ -54,19 +55,19 @@ def test_lowers_for_cuda(spec, change):
         call = functools.partial(KERNELS["sm90"], out_dtype=jnp.bfloat16, config=config)
         scale = jax.ShapeDtypeStruct((M, spec.K // 128), jnp.float32)
         x = BlockScaled(jax.ShapeDtypeStruct((M, spec.K), jnp.float8_e4m3fn), scale)
-        traced = jax.jit(call).trace(x, weight(spec.N, spec.K, 64))
+        traced = jax.jit(call).trace(x, weight(spec.N, spec.K))
         assert "mosaic_gpu" in traced.lower(lowering_platforms=("cuda",)).as_text()
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=lambda s: s.name)
 def test_lowers_for_a_blackwell(spec, lowered_for):
     for M in (1, 24, 64, 128):
-        rows = -(-spec.N // 128) * 128
+        rows = rows_of_prepared(spec.N)
         config = default_config(M, rows, spec.K, SM100)
         assert can_run(config, tile_of(M, config, SM100), rows, spec.K, SM100) is None
         call = functools.partial(KERNELS["sm100"], out_dtype=jnp.dtype(jnp.bfloat16))
         x = jax.ShapeDtypeStruct((M, spec.K), jnp.bfloat16)
-        assert lowered_for("10.0", call, x, weight(spec.N, spec.K, 128)) == ["10.0"] * 2  # rows are quantised before
+        assert lowered_for("10.0", call, x, weight(spec.N, spec.K)) == ["10.0"] * 2  # rows are quantised before
 
 
 @pytest.mark.skipif(gpu_interpreter() is None, reason="the GPU interpreter runs FP8 from jax 0.11 on")

@@ -51,7 +51,7 @@ def test_quantised_and_prepared_operands_give_the_same():
     x, w = operands(np.random.default_rng(0), 4, 4097, 256)
     want = np.asarray(pk.block_scaled_matmul(x, w))
     ready = pk.prepare_weights(w, "block_scaled_matmul")
-    assert ready.values_NK.shape == (4160, 256) and ready.shape == (4097, 256) and ready.scale_NbKb.shape == (33, 32)
+    assert ready.values_NK.shape == (4224, 256) and ready.shape == (4097, 256) and ready.scale_NbKb.shape == (33, 32)
     np.testing.assert_array_equal(np.asarray(pk.block_scaled_matmul(x, ready)), want)
     np.testing.assert_array_equal(np.asarray(pk.block_scaled_matmul(pk.quantize_blocks(x), w)), want)
     again = pk.prepare_weights(ready, "block_scaled_matmul")
@@ -61,7 +61,7 @@ def test_quantised_and_prepared_operands_give_the_same():
 def test_prepared_mx_weights_lie_as_the_kernel_reads_them():
     w = pk.quantize_mx(jnp.asarray(random_weight(np.random.default_rng(0), 4097, 256)))
     ready = pk.prepare_weights(w, "mx_matmul")
-    assert ready.values_NK.shape == (4160, 256) and ready.scale_NKb.shape == (9, 4160) and ready.shape == (4097, 256)
+    assert ready.values_NK.shape == (4224, 256) and ready.scale_NKb.shape == (9, 4224) and ready.shape == (4097, 256)
     again = pk.prepare_weights(ready, "mx_matmul")
     blackwell = pk.prepare_weights(ready, "mx_matmul", "10.0")
     assert blackwell.values_NK.shape == (4224, 256) and blackwell.scale_NKb.shape == (33, 2, 32, 16)

@@ -15,6 +15,7 @@ from pallas_kernels.mx_matmul import config as hopper
 from pallas_kernels.mx_matmul import config_sm100 as blackwell
 from pallas_kernels.mx_matmul import mosaic_sm90, mosaic_sm100
 from pallas_kernels.mx_matmul.arg_specs import ROWS, SPECS
+from pallas_kernels.prepare import rows_of_prepared
 from pallas_kernels.types import MxScaled, register_tiles, rows_of_register_tiles
 
 # One split on Hopper: the interpreter has no stores into a peer's shared memory.
@@ -28,8 +29,7 @@ needs_interpreter = pytest.mark.skipif(
 
 
 def shapes(M, N, K, layout):
-    multiple = {"registers": 64, "tiles": 128}[layout]
-    rows, f8, u8 = -(-N // multiple) * multiple, jnp.float8_e4m3fn, jnp.uint8
+    rows, f8, u8 = rows_of_prepared(N), jnp.float8_e4m3fn, jnp.uint8
     x = MxScaled(jax.ShapeDtypeStruct((M, K), f8), jax.ShapeDtypeStruct((M, K // 32), u8))
     scale_shape = {"registers": (K // 32 + 1, rows), "tiles": (rows // 128, K // 128, 32, 16)}[layout]
     return x, MxScaled(jax.ShapeDtypeStruct((rows, K), f8), jax.ShapeDtypeStruct(scale_shape, u8), N, layout)
@@ -53,7 +53,7 @@ def interpreted(chip, x, w, dtype=jnp.float32, config=None):
 
 @pytest.mark.parametrize("spec", SPECS, ids=lambda s: s.name)
 def test_any_number_of_rows_has_a_default_that_fits_and_the_tuner_has_more(spec):
-    rows = -(-spec.N // 64) * 64
+    rows = rows_of_prepared(spec.N)
     for M in range(1, 600):
         tile_m = equal_tiles(M, mosaic_sm90.MAX_TILE_M)
         assert hopper.can_run(hopper.default_config(tile_m, rows, spec.K), tile_m, rows, spec.K) is None, M
@@ -65,7 +65,7 @@ def test_any_number_of_rows_has_a_default_that_fits_and_the_tuner_has_more(spec)
 def test_lowers_for_cuda(spec, change):
     for M in (1, 24, 64, 128, 200):
         tile_m = equal_tiles(M, mosaic_sm90.MAX_TILE_M)
-        config = dataclasses.replace(hopper.default_config(tile_m, -(-spec.N // 64) * 64, spec.K), **change)
+        config = dataclasses.replace(hopper.default_config(tile_m, rows_of_prepared(spec.N), spec.K), **change)
         call = functools.partial(mosaic_sm90.mx_matmul, out_dtype=jnp.dtype(jnp.bfloat16), config=config)
         traced = jax.jit(call).trace(*shapes(M, spec.N, spec.K, "registers"))
         assert "mosaic_gpu" in traced.lower(lowering_platforms=("cuda",)).as_text()
@@ -74,7 +74,7 @@ def test_lowers_for_cuda(spec, change):
 @pytest.mark.parametrize("spec", SPECS, ids=lambda s: s.name)
 def test_lowers_for_a_blackwell(spec, lowered_for):
     for M in (1, 24, 64, 128, 200):
-        tile_m, rows = mosaic_sm100._tile_m(M), -(-spec.N // 128) * 128
+        tile_m, rows = mosaic_sm100._tile_m(M), rows_of_prepared(spec.N)
         assert blackwell.can_run(blackwell.default_config(tile_m, rows, spec.K), tile_m, rows, spec.K) is None
         assert blackwell.configs_to_try(tile_m, rows, spec.K)
         call = functools.partial(mosaic_sm100.mx_matmul, out_dtype=jnp.dtype(jnp.bfloat16))
