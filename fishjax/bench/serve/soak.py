@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from fishjax.bench.header import busy_note, make_header, see_gpu
@@ -151,11 +152,14 @@ async def _fault(server: ServerProcess, num_slots: int, found: Findings) -> None
         callers=2 * num_slots,
     )  # fmt: skip
     calling = asyncio.create_task(run_callers(plan))
-    await asyncio.sleep(start_s + _FAULT_AFTER_S - time.monotonic())
-    broken_s = time.monotonic()
-    server.process.send_signal(signal.SIGUSR1)
-    if not await _says_not_serving(server):
-        found.problems.append("health never said NOT_SERVING after the device broke")
+    async with connect(server.address) as channel:
+        health = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest())  # type: ignore[attr-defined]
+        await health.read()
+        await asyncio.sleep(start_s + _FAULT_AFTER_S - time.monotonic())
+        broken_s = time.monotonic()
+        server.process.send_signal(signal.SIGUSR1)
+        if not await _says_not_serving(health):
+            found.problems.append("health never said NOT_SERVING after the device broke")
     try:
         code = await asyncio.to_thread(server.process.wait, _EXIT_S)
     except subprocess.TimeoutExpired:
@@ -167,12 +171,14 @@ async def _fault(server: ServerProcess, num_slots: int, found: Findings) -> None
     found.problems += judge_fault(calls, broken_s)
 
 
-async def _says_not_serving(server: ServerProcess) -> bool:
-    async with connect(server.address) as channel:
-        while server.process.poll() is None:
-            if await _health(channel) == "NOT_SERVING":
+async def _says_not_serving(health: Any) -> bool:
+    """Whether a watch of the server's health says so before it ends."""
+    try:
+        while (answer := await health.read()) is not grpc.aio.EOF:  # type: ignore[attr-defined]
+            if answer.status == health_pb2.HealthCheckResponse.NOT_SERVING:
                 return True
-            await asyncio.sleep(_LOOK_S / 5)
+    except grpc.aio.AioRpcError as error:  # the server's process ended
+        assert error.code() is grpc.StatusCode.UNAVAILABLE, error
     return False
 
 
