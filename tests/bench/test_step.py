@@ -65,7 +65,7 @@ def test_random_arrays_have_shapes_formats_and_sizes_of_what_is_described(monkey
         "matrix": jax.ShapeDtypeStruct((300, 256), jnp.bfloat16),
         "fp8": BlockScaled(jax.ShapeDtypeStruct((320, 256), e4m3), jax.ShapeDtypeStruct((3, 32), jnp.float32), 300),
         "mx": MxScaled(
-            jax.ShapeDtypeStruct((320, 256), e4m3), jax.ShapeDtypeStruct((8, 320), jnp.uint8), 300, "transposed"
+            jax.ShapeDtypeStruct((384, 256), e4m3), jax.ShapeDtypeStruct((9, 384), jnp.uint8), 300, "registers"
         ),
         "conv": jax.ShapeDtypeStruct((7, 64, 32), jnp.float32),
         "kv": ScaledKV(
