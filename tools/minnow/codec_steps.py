@@ -18,7 +18,7 @@ from tools.minnow import codec_critics, codec_loss, training
 Corpus = dict[str, jax.Array]
 State = dict[str, Any]
 
-_AVERAGE = 0.999  # of the decoder's averaged weights, a step
+_AVERAGE = 0.999  # of the decoder's averaged weights, a step; less in the first thousands, to forget where it began
 
 
 def _several(step: Callable, steps: int):
@@ -80,6 +80,7 @@ def decoder_state(params: training.Params, optimiser, seed: int, *, adversarial:
     """What `make_decoder_steps` starts from; `average` is the moving mean of the trained parameters."""
     trained, start = decoder_side(params), jax.jit(optimiser.init)
     state = {"params": params, "average": trained, "opt": start(trained), "key": jax.random.key(seed)}
+    state["averaged"] = jnp.zeros(())  # steps
     if adversarial:
         critics = codec_critics.init(seed)
         state |= {"critics": critics, "critics_opt": start(critics)}
@@ -111,7 +112,7 @@ def make_decoder_steps(model: training.Model, optimiser, config: CodecConfig, ba
         made_BT, pull = jax.vjp(speak, trained)
         by_made_BT, shown = jax.grad(spectral, has_aux=True)(made_BT)
         shown["energy"] = jnp.sum(jnp.square(made_BT)) / jnp.sum(jnp.square(wanted_BT))
-        moved: State = {"key": key}
+        moved: State = {"key": key, "averaged": state["averaged"] + 1}
         if "critics" in state:
             grads, by_end_BT, parts = codec_critics.play(
                 state["critics"], made_BT[:, -looked_at:], wanted_BT[:, -looked_at:]
@@ -125,7 +126,8 @@ def make_decoder_steps(model: training.Model, optimiser, config: CodecConfig, ba
         updates, moved["opt"] = optimiser.update(pull(by_made_BT)[0], state["opt"], trained)
         trained = training.apply(trained, updates, rate)
         moved["params"] = {**state["params"], **trained}
-        moved["average"] = jax.tree.map(lambda a, p: a + (1 - _AVERAGE) * (p - a), state["average"], trained)
+        share = jnp.maximum(1 - _AVERAGE, 9 / (10 + state["averaged"]))
+        moved["average"] = jax.tree.map(lambda a, p: a + share * (p - a), state["average"], trained)
         return moved, shown
 
     return _several(step, steps)

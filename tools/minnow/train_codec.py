@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import math
 import os
 import sys
 import time
@@ -56,7 +57,7 @@ def fresh_spectral_decoder(
     model: training.Model, raw: dict[str, Any], seed: int
 ) -> tuple[CodecConfig, training.Model, dict[str, Any]]:
     """The codec of `model` with a new spectral decoder, its blocks' branches each at their share; raw config too."""
-    raw = {**raw, **SPECTRAL_DECODER}
+    raw = {**raw, **SPECTRAL_DECODER, "decoder_rates": [math.prod(raw["decoder_rates"])]}
     codec = Codec(CodecConfig.from_dict(raw), rngs=nnx.Rngs(seed))
     made = training.Model(codec)
     share = 1 / codec.config.decoder_layers
