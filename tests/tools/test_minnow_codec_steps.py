@@ -120,6 +120,16 @@ def test_a_new_spectral_decoder_learns_and_all_else_of_the_codec_is_kept(run):
     assert np.abs(average - now).max() < 0.5 * np.abs(now).max()
 
 
+def test_short_windows_see_where_in_its_cycle_a_sound_is_and_can_be_left_out(monkeypatch):
+    monkeypatch.setattr(codec_loss, "_SCALES", ((32, 5), (512, 80)))
+    times = np.arange(8192) / 22050
+    pulses = (0.5 * sum(np.cos(2 * np.pi * 196 * n * times) for n in range(1, 40)) / 40).astype(np.float32)[None]
+    near, far = pulses[:, :4096], pulses[:, 50 : 50 + 4096]  # a pulse every 112 samples
+    every = codec_loss.spectral_losses(far, near, 22050)["mel"]
+    long = codec_loss.spectral_losses(far, near, 22050, shortest=256)["mel"]
+    assert 0 < float(long) < 0.2 * float(every)
+
+
 def test_least_squares_by_hand():
     verdicts = jnp.asarray([0.5, 0.0, 1.0, 0.5]).reshape(4, 1)  # two made, two wanted
     hidden = jnp.asarray([1.0, 2.0, 2.0, 2.0]).reshape(4, 1)

@@ -89,10 +89,15 @@ def spectrum(audio_BT: jax.Array, window: int) -> jax.Array:
     return jnp.sqrt(jnp.square(bins.real) + jnp.square(bins.imag) + 1e-8)
 
 
-def spectral_losses(made_BT: jax.Array, wanted_BT: jax.Array, rate_hz: int) -> dict[str, jax.Array]:
-    """`mel`: log10-mel L1 summed over seven scales; `stft`: linear and log magnitude L1 over three."""
+def spectral_losses(made_BT: jax.Array, wanted_BT: jax.Array, rate_hz: int, shortest: int = 0) -> dict[str, jax.Array]:
+    """`mel`: log10-mel L1 summed over seven scales; `stft`: linear and log magnitude L1 over three.
+
+    Windows of fewer than `shortest` samples are left out.
+    """
     mel = stft = jnp.zeros(())
     for window, bands in _SCALES:
+        if window < shortest:
+            continue
         made, wanted = spectrum(made_BT, window), spectrum(wanted_BT, window)
         filters = jnp.asarray(mel_filters(rate_hz, window, bands).T)
         logs = [jnp.log10(jnp.maximum(s @ filters, 1e-2)) for s in (made, wanted)]
