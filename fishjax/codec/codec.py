@@ -9,6 +9,7 @@ from flax import nnx
 from fishjax.codec.decoder import Decoder
 from fishjax.codec.encoder import Encoder
 from fishjax.codec.quantizer import Quantizer
+from fishjax.codec.spectral_decoder import SpectralDecoder
 from fishjax.config import CodecConfig
 
 
@@ -22,7 +23,8 @@ class Codec(nnx.Module):
         self.config = config
         self.encoder = Encoder(config, dtype=dtype, rngs=rngs)
         self.quantizer = Quantizer(config, dtype=dtype, rngs=rngs)
-        self.decoder = Decoder(config, dtype=dtype, rngs=rngs)
+        decoder = SpectralDecoder if config.decoder == "spectral" else Decoder
+        self.decoder = decoder(config, dtype=dtype, rngs=rngs)
 
     def encode(
         self, audio_BT: jax.Array, lengths_B: jax.Array | None = None, *, num_quantizers: int | None = None

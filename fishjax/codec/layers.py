@@ -271,11 +271,11 @@ class LayerNorm(nnx.Module):
 class ConvNeXt(nnx.Module):
     """Depthwise convolution of 7 taps, layer norm, two linears with GELU between, scaled; plus the input."""
 
-    def __init__(self, channels: int, *, dtype=jnp.float32, rngs: nnx.Rngs):
+    def __init__(self, channels: int, *, expansion: int = 4, dtype=jnp.float32, rngs: nnx.Rngs):
         self.dwconv = CausalConv(channels, channels, 7, depthwise=True, dtype=dtype, rngs=rngs)
         self.norm = LayerNorm(channels, 1e-6, dtype=dtype)
-        self.pwconv1 = Linear(channels, 4 * channels, use_bias=True, dtype=dtype, rngs=rngs)
-        self.pwconv2 = Linear(4 * channels, channels, use_bias=True, dtype=dtype, rngs=rngs)
+        self.pwconv1 = Linear(channels, expansion * channels, use_bias=True, dtype=dtype, rngs=rngs)
+        self.pwconv2 = Linear(expansion * channels, channels, use_bias=True, dtype=dtype, rngs=rngs)
         self.gamma = nnx.Param(jnp.full((channels,), 1e-2, dtype))
 
     def __call__(self, x_BTC: jax.Array) -> jax.Array:

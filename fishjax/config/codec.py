@@ -10,11 +10,14 @@ from typing import Any
 
 from fishjax.errors import WeightsError
 
-from .fields import few_layers, positive, read, reader, real, whole_numbers
+from .fields import check_layers, few_layers, positive, read, reader, real, whole_numbers
 from .files import read_config
 
 _DEFAULTS = {"encoder_window": 512, "general_head_dim": 64, "norm_eps": 1e-5, "rope_base": 10000.0}
+_DEFAULTS |= {"decoder": "waveform", "decoder_layers": 0}
 """What a file need not say."""
+
+_DECODERS = ("waveform", "spectral")
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +41,10 @@ class CodecTransformerConfig:
 
 @dataclass(frozen=True, slots=True)
 class CodecConfig:
-    """The causal DAC variant: encoder, residual quantiser with a semantic book, decoder. Defaults: published."""
+    """The causal DAC variant: encoder, residual quantiser with a semantic book, decoder. Defaults: published.
+
+    `decoder` is its kind: "waveform" as published, or "spectral", which has `decoder_layers` blocks and one rate.
+    """
 
     sample_rate_hz: int = 44100
     encoder_dim: int = 64
@@ -48,6 +54,8 @@ class CodecConfig:
     encoder_head_dim: int = 64
     decoder_dim: int = 1536
     decoder_rates: tuple[int, ...] = (8, 8, 4, 2)
+    decoder: str = "waveform"
+    decoder_layers: int = 0
     latent_dim: int = 1024
     semantic_codebook_size: int = 4096
     residual_codebook_size: int = 1024
@@ -74,6 +82,12 @@ class CodecConfig:
             raise WeightsError(
                 f"encoder rates {self.encoder_rates} and decoder rates {self.decoder_rates} differ in hop"
             )
+        if self.decoder not in _DECODERS:
+            raise WeightsError(f"decoder must be one of {', '.join(_DECODERS)}, not {self.decoder!r}")
+        if self.decoder == "spectral":
+            if len(self.decoder_rates) != 1:
+                raise WeightsError(f"decoder_rates must be one number in a spectral decoder, not {self.decoder_rates}")
+            check_layers("decoder_layers", self.decoder_layers)
 
     @property
     def hop_length(self) -> int:

@@ -38,10 +38,15 @@ def positive(config: Any, *names: str) -> None:
 
 
 def few_layers(config: Any) -> None:
+    """`num_layers` of a transformer."""
+    check_layers("num_layers", config.num_layers)
+
+
+def check_layers(name: str, value: Any) -> None:
     """At most MAX_LAYERS, since modules are made one by one before anybody looks for their tensors."""
-    positive(config, "num_layers")
-    if config.num_layers > MAX_LAYERS:
-        raise WeightsError(f"num_layers must be at most {MAX_LAYERS:,}, not {config.num_layers:,}")
+    check_whole(name, value, 1)
+    if value > MAX_LAYERS:
+        raise WeightsError(f"{name} must be at most {MAX_LAYERS:,}, not {value:,}")
 
 
 def whole(config: Any, *names: str) -> None:

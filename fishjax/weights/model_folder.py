@@ -44,6 +44,8 @@ DESCRIPTION, TOKENIZER, PROFILE, DUAL_AR, CODEC = (
 )
 """Everything that a converted folder holds."""
 FORMAT, FORMAT_VERSION = "fishjax-model", 1
+_CODEC_SAID_LATER = {"decoder": "waveform", "decoder_layers": 0}
+"""What folders do not say that were converted when there was one kind of decoder."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +124,8 @@ class Description:
             )
         try:
             model = {name: raw["model"][name] for name in _names(ModelConfig)}
-            codec = {name: _tuples(raw["codec"][name]) for name in _names(CodecConfig)}
+            said = {**_CODEC_SAID_LATER, **raw["codec"]}
+            codec = {name: _tuples(said[name]) for name in _names(CodecConfig)}
             for part in ("slow", "fast"):
                 model[part] = TransformerConfig(**model[part])
             codec["transformer"] = CodecTransformerConfig(**codec["transformer"])

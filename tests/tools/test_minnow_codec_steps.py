@@ -12,16 +12,16 @@ from fishjax.weights.load_codec import abstract_codec
 from tools.minnow import codec_critics, codec_loss, codec_steps, training
 from tools.minnow.convs import convolutions
 from tools.minnow.shapes import CODEC
+from tools.minnow.train_codec import fresh_spectral_decoder
 
-CONFIG = CodecConfig.from_dict(
-    {
-        **CODEC,
-        **{"encoder_dim": 8, "encoder_rates": [16], "decoder_dim": 16, "decoder_rates": [16], "downsample_factor": [4]},
-        **{"encoder_transformer_layers": [0], "decoder_transformer_layers": [0], "latent": 16, "n_codebooks": 1},
-        **{"semantic_codebook_size": 16, "codebook_size": 16},
-        "module": {**CODEC["module"], "dim": 16, "n_head": 1, "head_dim": 16, "intermediate_size": 16},
-    }
-)
+RAW = {
+    **CODEC,
+    **{"encoder_dim": 8, "encoder_rates": [16], "decoder_dim": 16, "decoder_rates": [16], "downsample_factor": [4]},
+    **{"encoder_transformer_layers": [0], "decoder_transformer_layers": [0], "latent": 16, "n_codebooks": 1},
+    **{"semantic_codebook_size": 16, "codebook_size": 16},
+    "module": {**CODEC["module"], "dim": 16, "n_head": 1, "head_dim": 16, "intermediate_size": 16},
+}
+CONFIG = CodecConfig.from_dict(RAW)
 
 
 class Run:
@@ -95,6 +95,39 @@ def test_critics_of_no_weight_leave_the_decoder_what_spectra_alone_make_of_it(ru
         np.testing.assert_allclose(silent["params"][name], value, rtol=0, atol=1e-6, err_msg=name)
     weight = "decoder.model.0.conv.weight"  # felt critics move it elsewhere
     assert np.abs(against_critics[0]["params"][weight] - alone["params"][weight]).max() > 1e-5
+
+
+def test_a_new_spectral_decoder_learns_and_all_else_of_the_codec_is_kept(run):
+    model = training.Model(abstract_codec(CONFIG))
+    model.params = run.params
+    config, made, raw = fresh_spectral_decoder(model, RAW, seed=0)
+    assert config == CodecConfig.from_dict(raw) and config.hop_length == CONFIG.hop_length
+    assert not any(name.startswith("decoder.model.") for name in made.params)
+    for name, value in made.params.items():
+        if not name.startswith("decoder."):
+            np.testing.assert_array_equal(value, run.params[name])
+    step = codec_steps.make_decoder_steps(made, run.optimiser, config, 1, 32, 2)
+    state = codec_steps.decoder_state(made.params, run.optimiser, 0, adversarial=False)
+    controls = jnp.int32(40), jnp.float32(1e-3), jnp.float32(0), jnp.float32(0)
+    losses = []
+    for _ in range(5):
+        state, shown = step(state, run.corpus, *controls)
+        losses.append(float(shown["loss"]))
+    assert np.isfinite(losses).all() and losses[-1] < losses[0]
+    # The average has forgotten where it began.
+    name = "decoder.head.bias"
+    now, average = np.asarray(state["params"][name]), np.asarray(state["average"][name])
+    assert np.abs(average - now).max() < 0.5 * np.abs(now).max()
+
+
+def test_short_windows_see_where_in_its_cycle_a_sound_is_and_can_be_left_out(monkeypatch):
+    monkeypatch.setattr(codec_loss, "_SCALES", ((32, 5), (512, 80)))
+    times = np.arange(8192) / 22050
+    pulses = (0.5 * sum(np.cos(2 * np.pi * 196 * n * times) for n in range(1, 40)) / 40).astype(np.float32)[None]
+    near, far = pulses[:, :4096], pulses[:, 50 : 50 + 4096]  # a pulse every 112 samples
+    every = codec_loss.spectral_losses(far, near, 22050)["mel"]
+    long = codec_loss.spectral_losses(far, near, 22050, shortest=256)["mel"]
+    assert 0 < float(long) < 0.2 * float(every)
 
 
 def test_least_squares_by_hand():

@@ -17,11 +17,14 @@ import pytest
 from flax import nnx
 from safetensors.numpy import load_file, save_file
 
+from fishjax.config import CodecConfig
 from fishjax.errors import InvalidRequest, WeightsError
 from fishjax.weights import checkpoint, model_folder
 from fishjax.weights.checkpoint import restore_module, save_module
+from fishjax.weights.codec_names import public_shapes
 from fishjax.weights.convert import convert
 from fishjax.weights.load import load_dual_ar
+from fishjax.weights.load_codec import abstract_codec
 from fishjax.weights.model_folder import Description, load_model, open_model_folder
 from fishjax.weights.precision import Precision
 from fishjax.weights.quantize import abstract_model, apply_precision
@@ -97,6 +100,25 @@ def test_both_layouts_convert_to_the_same_tree(folders, converted, tmp_path):
     a, b = load_model(converted), load_model(tmp_path / "flat")
     assert same_bits(a.dual_ar, b.dual_ar) and same_bits(a.codec, b.codec)
     assert a.config == dataclasses.replace(b.config, prompt_layout="chat")
+
+
+def test_a_codec_with_a_spectral_decoder_is_converted_too(nested, tmp_path):
+    raw = json.loads((nested / "codec" / "config.json").read_text())
+    raw |= {"decoder": "spectral", "decoder_dim": 8, "decoder_rates": [24], "decoder_layers": 1}
+    (nested / "codec" / "config.json").write_text(json.dumps(raw))
+    shapes = public_shapes(abstract_codec(CodecConfig.from_dict(raw)))
+    rng = np.random.default_rng(0)
+    tensors = {name: rng.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()}
+    save_file(tensors, nested / "codec" / "model.safetensors")
+    convert(nested, tmp_path / "out", FP32)
+    loaded, direct = load_model(tmp_path / "out", FP32), load_model(nested, FP32)
+    assert loaded.codec.config == direct.codec.config and loaded.codec.config.decoder == "spectral"
+    assert same_bits(loaded.codec, direct.codec)
+
+
+def test_a_folder_converted_before_there_were_two_kinds_of_decoder(copy):
+    edit(copy, lambda raw: [raw["codec"].pop(name) for name in ("decoder", "decoder_layers")])
+    assert load_model(copy).codec.config.decoder == "waveform"
 
 
 def test_any_orbax_reads_the_trees(converted, folders):

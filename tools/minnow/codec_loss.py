@@ -15,10 +15,15 @@ _MIN_USE = 0.1  # mean uses a step below which an entry is dead
 _INERTIA = 10.0  # latents that an entry's present value counts for in its moving mean
 
 
+def compute_dtype():
+    """What convolutions and matmuls are trained in: bfloat16; float32 on a CPU, which emulates bfloat16."""
+    return jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16
+
+
 def cast_for_compute(params: dict[str, jax.Array]) -> dict[str, jax.Array]:
-    """bfloat16 for everything but the books (projections and entries), which stay float32."""
+    """`compute_dtype` for everything but the books (projections and entries), which stay float32."""
     books = ("quantizer.semantic_quantizer.", "quantizer.quantizer.")
-    return {name: p if name.startswith(books) else p.astype(jnp.bfloat16) for name, p in params.items()}
+    return {name: p if name.startswith(books) else p.astype(compute_dtype()) for name, p in params.items()}
 
 
 def reconstruct(codec: Codec, audio_BT: jax.Array, key: jax.Array, quantise: jax.Array) -> dict[str, jax.Array]:
@@ -50,7 +55,7 @@ def reconstruct(codec: Codec, audio_BT: jax.Array, key: jax.Array, quantise: jax
         rest, total = rest - out, total + out
         codes.append(code)
         latents.append(jax.lax.stop_gradient(latent))
-    hidden = quantizer.expand(quantizer.post_module(total.astype(jnp.bfloat16)), None)[0]
+    hidden = quantizer.expand(quantizer.post_module(total.astype(compute_dtype())), None)[0]
     return {
         "audio_BT": codec.decoder(hidden)[..., 0].astype(jnp.float32),
         "commitment": commitment / len(books),
@@ -61,9 +66,9 @@ def reconstruct(codec: Codec, audio_BT: jax.Array, key: jax.Array, quantise: jax
 
 
 def speak(codec: Codec, codes_BKT: jax.Array) -> jax.Array:
-    """Codes to sound (B, T * samples_per_frame) float32, for training the decoder side: bfloat16 after the books."""
+    """Codes to sound (B, T * samples_per_frame) float32, to train the decoder side: `compute_dtype` after the books."""
     quantizer = codec.quantizer
-    z_q_BTC = quantizer.lookup(codes_BKT).astype(jnp.bfloat16)
+    z_q_BTC = quantizer.lookup(codes_BKT).astype(compute_dtype())
     hidden = quantizer.expand(quantizer.post_module(z_q_BTC), None)[0]
     return codec.decoder(hidden)[..., 0].astype(jnp.float32)
 
@@ -84,10 +89,15 @@ def spectrum(audio_BT: jax.Array, window: int) -> jax.Array:
     return jnp.sqrt(jnp.square(bins.real) + jnp.square(bins.imag) + 1e-8)
 
 
-def spectral_losses(made_BT: jax.Array, wanted_BT: jax.Array, rate_hz: int) -> dict[str, jax.Array]:
-    """`mel`: log10-mel L1 summed over seven scales; `stft`: linear and log magnitude L1 over three."""
+def spectral_losses(made_BT: jax.Array, wanted_BT: jax.Array, rate_hz: int, shortest: int = 0) -> dict[str, jax.Array]:
+    """`mel`: log10-mel L1 summed over seven scales; `stft`: linear and log magnitude L1 over three.
+
+    Windows of fewer than `shortest` samples are left out.
+    """
     mel = stft = jnp.zeros(())
     for window, bands in _SCALES:
+        if window < shortest:
+            continue
         made, wanted = spectrum(made_BT, window), spectrum(wanted_BT, window)
         filters = jnp.asarray(mel_filters(rate_hz, window, bands).T)
         logs = [jnp.log10(jnp.maximum(s @ filters, 1e-2)) for s in (made, wanted)]

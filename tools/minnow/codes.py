@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from fishjax.codec import Codec
-from tools.minnow.convs import convolutions
+from tools.minnow.convs import convolutions, plain_kind
 from tools.minnow.make_corpus import finished_shards, read_shard
 from tools.minnow.training import Model
 
@@ -32,7 +32,7 @@ class Encoder:
         self._rows, self._row, self._params = rows, codec.config.samples_per_frame, model.params
 
         def encode(params, pcm_BT):
-            with convolutions({}, "im2col"):  # compiles in seconds; cuDNN's tuning of these shapes takes a minute
+            with convolutions({}, plain_kind()):
                 return model.build(params).encode(pcm_BT.astype(jnp.float32) / 32768)[0].astype(jnp.int16)
 
         self._encode = jax.jit(encode)
@@ -67,11 +67,7 @@ def encode_corpus(encoder: Encoder, corpus: Path, out: Path, stop: threading.Eve
             target = out / path.name
             if target.exists():
                 continue
-            codes, starts, records = encoder.shard(*read_shard(path))
-            partial = target.with_suffix(".tmp")
-            with partial.open("wb") as file:
-                np.savez(file, codes=codes, starts=starts, records=json.dumps(records))
-            partial.rename(target)
+            write_codes(target, *encoder.shard(*read_shard(path)))
             made += 1
             if stop.is_set() or made == limit:
                 return
@@ -79,6 +75,14 @@ def encode_corpus(encoder: Encoder, corpus: Path, out: Path, stop: threading.Eve
             (out / "done").touch()
             return
         time.sleep(1.0)
+
+
+def write_codes(path: Path, codes_KR: np.ndarray, starts: np.ndarray, records: list[dict]) -> None:
+    """A codes file, whole or not at all."""
+    partial = path.with_suffix(".tmp")
+    with partial.open("wb") as file:
+        np.savez(file, codes=codes_KR, starts=starts, records=json.dumps(records))
+    partial.rename(path)
 
 
 def read_codes(path: Path) -> list[tuple[dict, np.ndarray]]:

@@ -22,6 +22,13 @@ import jax.numpy as jnp
 import numpy as np
 
 KINDS = ("conv", "im2col", "block", "block2col")
+
+
+def plain_kind() -> str:
+    """The kind for programs that run a few times: compiles in seconds, where cuDNN's tuning would take a minute."""
+    return "conv" if jax.default_backend() == "cpu" else "im2col"
+
+
 _WIDE = 128  # channels that a block is brought up to
 # (in channels, out channels, taps, dilation) -> kind
 Table = Mapping[tuple[int, int, int, int], str]

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tools.minnow.codes import MAX_FRAMES, Encoder
+from tools.minnow.codes import MAX_FRAMES, Encoder, write_codes
 from tools.minnow.make_corpus import finished_shards, read_shard
 
 Rows = dict[str, np.ndarray]  # as many rows in each: "audio_RS" (rows, samples_per_frame) and so on
@@ -30,14 +30,26 @@ def cut_audio(row: int) -> Cut:
     return cut
 
 
-def cut_audio_and_codes(row: int, encoder: Encoder) -> Cut:
-    """Each utterance starts a row: `audio_RS`, and `codes_RK` made of it alone, as the DualAR learns them."""
+def cut_audio_and_codes(row: int, encoder: Encoder, kept: Path | None) -> Cut:
+    """Each utterance starts a row: `audio_RS`, and `codes_RK` made of it alone, as the DualAR learns them.
+
+    Codes files in the folder `kept` are taken as they are, and new ones are put there.
+    """
+
+    def codes_of(path: Path, pcm: np.ndarray, starts: np.ndarray, records: list[dict]) -> np.ndarray:
+        if kept is None:
+            return encoder.shard(pcm, starts, records)[0]
+        if not (kept / path.name).exists():
+            kept.mkdir(parents=True, exist_ok=True)
+            write_codes(kept / path.name, *encoder.shard(pcm, starts, records))
+        with np.load(kept / path.name) as file:
+            return file["codes"]
 
     def cut(path: Path) -> Rows:
         pcm, starts, records = read_shard(path)
         clips = [pcm[a:b] for a, b in pairwise(starts) if b - a <= MAX_FRAMES * row]
         audio_RS = np.concatenate([np.pad(clip, (0, -len(clip) % row)) for clip in clips]).reshape(-1, row)
-        codes_KR, _, _ = encoder.shard(pcm, starts, records)
+        codes_KR = codes_of(path, pcm, starts, records)
         return {"audio_RS": audio_RS, "codes_RK": np.ascontiguousarray(codes_KR.T)}
 
     return cut

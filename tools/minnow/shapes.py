@@ -41,6 +41,9 @@ CODEC: dict[str, Any] = {
     "rope_base": 10000,
 }
 
+# The kind of decoder that learns many times faster; `--new-spectral-decoder` puts it behind a codec's books.
+SPECTRAL_DECODER = {"decoder": "spectral", "decoder_dim": 256, "decoder_layers": 7}
+
 # `--smoke`: everything runs, nothing is learnt well.
 SMOKE_CODEC = {**CODEC, "encoder_dim": 8, "decoder_dim": 64, "latent": 128}
 SMOKE_CODEC["module"] = {**CODEC["module"], "dim": 128, "n_head": 2, "intermediate_size": 128}

@@ -9,10 +9,13 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import math
 import os
 import sys
 import time
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,14 +30,15 @@ from fishjax.config import CodecConfig
 from tools.minnow import training
 from tools.minnow.codec_steps import decoder_state, make_decoder_steps, make_steps
 from tools.minnow.codes import Encoder
-from tools.minnow.convs import KINDS, Table, convolutions, measure
+from tools.minnow.convs import KINDS, Table, convolutions, measure, plain_kind
 from tools.minnow.feeder import Feeder, cut_audio, cut_audio_and_codes
 from tools.minnow.judge import Judges
 from tools.minnow.make_corpus import HELD_OUT_SHARD, read_shard
-from tools.minnow.shapes import CODEC, SMOKE_CODEC, load_codec, save_codec, write_json
+from tools.minnow.shapes import CODEC, SMOKE_CODEC, SPECTRAL_DECODER, load_codec, save_codec, write_json
 
 _CHUNK_ROWS = 4096
 _CRITICS_RATE = 3e-4
+_EVALUATED = 16  # held-out clips a call
 
 
 def quiet_start(params: training.Params) -> training.Params:
@@ -49,10 +53,31 @@ def quiet_start(params: training.Params) -> training.Params:
     return {name: scale(name) * value for name, value in params.items()}
 
 
-class Evaluation:
-    """Some of the held-out clips, padded to the longest of all, and what is measured on them."""
+def fresh_spectral_decoder(
+    model: training.Model, raw: dict[str, Any], seed: int
+) -> tuple[CodecConfig, training.Model, dict[str, Any]]:
+    """The codec of `model` with a new spectral decoder, its blocks' branches each at their share; raw config too."""
+    raw = {**raw, **SPECTRAL_DECODER, "decoder_rates": [math.prod(raw["decoder_rates"])]}
+    codec = Codec(CodecConfig.from_dict(raw), rngs=nnx.Rngs(seed))
+    made = training.Model(codec)
+    share = 1 / codec.config.decoder_layers
 
-    def __init__(self, corpus: Path, config: CodecConfig, closed_items: slice, num_free: int):
+    def start(name: str, value: jax.Array) -> jax.Array:
+        if not name.startswith("decoder."):
+            return model.params[name]
+        return jnp.full_like(value, share) if name.endswith(".gamma") else value
+
+    made.params = {name: start(name, value) for name, value in made.params.items()}
+    return codec.config, made, raw
+
+
+class Evaluation:
+    """Some of the held-out clips, padded to the longest of all, and what is measured on them.
+
+    `prepare(audio_BT)` makes, once, what a codec is given to reconstruct them from: the sound itself, or its codes.
+    """
+
+    def __init__(self, corpus: Path, config: CodecConfig, closed_items: slice, num_free: int, prepare: Callable):
         pcm, starts, records = read_shard(corpus / f"{HELD_OUT_SHARD:05d}.npz")
         clips = [pcm[a:b].astype(np.float32) / 32768 for a, b in itertools.pairwise(starts)]
         closed = [i for i, record in enumerate(records) if record["kind"] == "closed"][closed_items]
@@ -60,20 +85,16 @@ class Evaluation:
         self.num_closed, row = len(closed), config.samples_per_frame
         self.clips, self.texts = [clips[i] for i in closed + free], [records[i]["text"] for i in closed + free]
         longest = -(-max(map(len, clips)) // row) * row
-        self._padded_BT = np.stack([np.pad(clip, (0, longest - len(clip))) for clip in self.clips])
+        padded_BT = np.zeros((-(-len(self.clips) // _EVALUATED) * _EVALUATED, longest), np.float32)
+        for row_T, clip in zip(padded_BT, self.clips, strict=False):
+            row_T[: len(clip)] = clip
+        self._given = [prepare(padded_BT[i : i + _EVALUATED]) for i in range(0, len(padded_BT), _EVALUATED)]
         self._rate_hz = config.sample_rate_hz
 
-    def reconstruct(self, run, params) -> list[np.ndarray]:
-        """The clips through the codec (`run(params, audio_BT) -> audio_BT`), at their own lengths."""
-        pieces = [np.asarray(run(params, self._padded_BT[i : i + 16])) for i in self._batches()]
-        made = np.concatenate(pieces)
+    def reconstruct(self, run: Callable, params: training.Params) -> list[np.ndarray]:
+        """The clips through the codec (`run(params, given) -> audio_BT`), at their own lengths."""
+        made = np.concatenate([np.asarray(run(params, given)) for given in self._given])
         return [audio[: len(clip)] for audio, clip in zip(made, self.clips, strict=False)]
-
-    def _batches(self) -> range:
-        missing = -len(self._padded_BT) % 16
-        if missing:
-            self._padded_BT = np.pad(self._padded_BT, ((0, missing), (0, 0)))
-        return range(0, len(self._padded_BT), 16)
 
     def mel(self, made: list[np.ndarray]) -> tuple[float, float]:
         """Mean log10-mel L1 of the closed-vocabulary clips and of the free ones."""
@@ -94,10 +115,14 @@ def main() -> None:
     """Command line; see README.md."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--corpus", type=Path, required=True)
+    parser.add_argument("--codes", type=Path, help="with --decoder-only: keeps the codes here; none: made in each run")
     parser.add_argument("--out", type=Path, help="results; default $OUT")
     parser.add_argument("--resume", type=Path, help="folder of a codec to go on from (config.json, model.safetensors)")
     parser.add_argument("--seed", type=int, default=0, help="of crops and gains: another for each stage")
     parser.add_argument("--decoder-only", action="store_true", help="with --resume: the codes stay as they are")
+    parser.add_argument(
+        "--new-spectral-decoder", action="store_true", help="with --decoder-only: in place of the codec's own decoder"
+    )
     parser.add_argument("--adversarial", action="store_true", help="with --decoder-only: against critics as well")
     parser.add_argument("--critics-alone", type=int, default=300, help="steps before the decoder feels the critics")
     parser.add_argument("--critics-weight", type=float, default=1.0, help="in what the decoder minimises")
@@ -113,15 +138,20 @@ def main() -> None:
     parser.add_argument("--conv", choices=["auto", *KINDS], default="auto")
     parser.add_argument("--first-minutes-of-audio", type=float, default=40)
     parser.add_argument("--capacity-hours", type=float, default=26)
+    parser.add_argument(
+        "--judge-every-s", type=float, default=75, help="the held-out clips; on a CPU it takes its time"
+    )
     parser.add_argument("--judges", type=int, default=4, help="processes that run pocketsphinx")
     parser.add_argument("--smoke", action="store_true", help="tiny codec, tiny batches: only whether it runs")
     arguments = parser.parse_args()
     if arguments.adversarial and not arguments.decoder_only:
         parser.error("--adversarial trains the decoder side only: add --decoder-only")
+    if arguments.new_spectral_decoder and not (arguments.decoder_only and arguments.resume):
+        parser.error("--new-spectral-decoder takes all else from a codec: add --decoder-only and --resume")
     if arguments.smoke:
         arguments.batch, arguments.frames, arguments.steps_per_call = 2, 16, 2
         arguments.plain_steps, arguments.first_minutes_of_audio, arguments.capacity_hours = 10, 3, 0.2
-        arguments.critics_alone, arguments.judges = 10, 1
+        arguments.critics_alone, arguments.judges, arguments.judge_every_s = 10, 1, 15
     clock = training.Clock(arguments.minutes)
     out = training.out_folder(arguments.out)
     log = training.Log(out / "codec_log.txt", clock)
@@ -145,6 +175,8 @@ class Trainer:
             codec = Codec(CodecConfig.from_dict(self.raw), rngs=nnx.Rngs(0))
         self.config = codec.config
         self.model = training.Model(codec)
+        if arguments.new_spectral_decoder:
+            self.config, self.model, self.raw = fresh_spectral_decoder(self.model, self.raw, arguments.seed)
         if not arguments.resume:
             self.model.params = quiet_start(self.model.params)
         self.optimiser = training.adamw(0.8, 0.99, 1e-2)
@@ -173,7 +205,7 @@ class Trainer:
         """Waits for the first minutes of audio; by then the encoder's programs have been traced too."""
         arguments, row = self.arguments, self.config.samples_per_frame
         rows_a_minute = 60 * self.config.frame_rate_hz
-        cut = cut_audio_and_codes(row, self._encoder()) if arguments.decoder_only else None
+        cut = cut_audio_and_codes(row, self._encoder(), arguments.codes) if arguments.decoder_only else None
         self.feeder = Feeder(
             arguments.corpus,
             cut or cut_audio(row),
@@ -285,8 +317,9 @@ class Trainer:
         arguments, log = self.arguments, self.log
         self._start_feeding()
         chosen_by, num_free = (8, 2) if arguments.smoke else (64, 24)
-        self.evaluation = Evaluation(arguments.corpus, self.config, slice(chosen_by), num_free)
-        self.run_codec = jax.jit(lambda params, audio: self._whole(params, audio))
+        prepare = self._prepare()
+        self.evaluation = Evaluation(arguments.corpus, self.config, slice(chosen_by), num_free, prepare)
+        self.run_codec = jax.jit(lambda params, given: self._sound(params, given))
         self._choose_convolutions()
         program = self._compile(arguments.batch, arguments.frames)
         long_batch = max(1, round(arguments.batch * arguments.frames / max(1, arguments.long_frames)))
@@ -295,7 +328,7 @@ class Trainer:
             lowered = self._lower(long_batch, arguments.long_frames)
             long_program = self.threads.submit(lowered.compile)
         reserve_s = 3 if arguments.smoke else 25  # for the last judging and saving
-        if arguments.resume:
+        if arguments.resume and not arguments.new_spectral_decoder:
             self._begin_judging()  # what is gone on from may stay the best
         printed = judged = self.clock.elapsed_s
         counted, shown = self.step, None
@@ -315,7 +348,7 @@ class Trainer:
                 printed, counted = now, self.step
                 if not np.isfinite(shown["loss"]):
                     raise FloatingPointError(f"the loss is {shown['loss']} at step {self.step}")
-            if now - judged > (15 if arguments.smoke else 75):
+            if now - judged > arguments.judge_every_s:
                 self._begin_judging()
                 judged = now
         if self.judging is not None:
@@ -323,9 +356,8 @@ class Trainer:
         params = self._rounded()
         self._judge(params, self.evaluation.reconstruct(self.run_codec, params), self.step)
         made = self.evaluation.reconstruct(self.run_codec, self.best[1])
-        others = Evaluation(
-            arguments.corpus, self.config, slice(chosen_by, 2 * chosen_by if arguments.smoke else None), 0
-        )
+        rest = slice(chosen_by, 2 * chosen_by if arguments.smoke else None)
+        others = Evaluation(arguments.corpus, self.config, rest, 0, prepare)
         wer, _ = others.wer(self.judges, others.reconstruct(self.run_codec, self.best[1]))
         log(f"kept: WER + mel {self.best[0]:.4f}; on {others.num_closed} clips not chosen by: WER {100 * wer:.2f} %")
         self._write_results(others_wer_percent=100 * wer)
@@ -333,10 +365,21 @@ class Trainer:
         np.savez(self.out / "codec_samples.npz", **pcm)
         self.judges.close()
 
-    def _whole(self, params, audio_BT: jax.Array) -> jax.Array:
+    def _prepare(self) -> Callable:
+        """What is judged is made of the sound, or, when the codes stay as they are, of codes that are made once."""
+        if not self.arguments.decoder_only:
+            return lambda audio_BT: audio_BT
+
+        def encode(params: training.Params, audio_BT: jax.Array) -> jax.Array:
+            with convolutions({}, plain_kind()):
+                return self.model.build(params).encode(audio_BT)[0]
+
+        return partial(jax.jit(encode), self.model.params)
+
+    def _sound(self, params: training.Params, given: jax.Array) -> jax.Array:
         codec = self.model.build(params)
-        with convolutions({}, "im2col"):  # as in `codes.Encoder`: compiles in seconds
-            return codec.decode(codec.encode(audio_BT)[0])
+        with convolutions({}, plain_kind()):
+            return codec.decode(given if self.arguments.decoder_only else codec.encode(given)[0])
 
 
 if __name__ == "__main__":
