@@ -2,7 +2,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-TEXT ?= open the red door please
+TEXT ?= please open the old gate
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export TEXT  # through the environment: quotes in it are characters, not shell
 

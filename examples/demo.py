@@ -1,6 +1,6 @@
 """From nothing to a WAV file through the real service: start the server, call it, write what comes, say how fast.
 
-    python examples/demo.py --text "open the red door please" --output hello.wav
+    python examples/demo.py --text "please open the old gate" --output hello.wav
 
 The server is its own process on a free loopback port and is stopped at the end.
 """
@@ -55,7 +55,7 @@ def wait_until_ready(client: Client, server: subprocess.Popen[bytes], timeout_s:
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--text", default="open the red door please")
+    parser.add_argument("--text", default="please open the old gate")
     parser.add_argument("--output", type=Path, default=Path("hello.wav"))
     arguments = parser.parse_args()
     if not arguments.text.strip():

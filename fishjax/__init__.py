@@ -2,7 +2,7 @@
 
 import fishjax
 speech = fishjax.load()                                    # minnow, the small voice that ships
-frames = list(speech.speak(speech.utterance("open the red door please")))
+frames = list(speech.speak(speech.utterance("please open the old gate")))
 """
 
 from typing import TYPE_CHECKING, Any

@@ -63,9 +63,10 @@ def mx_matmul(
     tiled_rows = -(-M // tile_m) * tile_m
     if isinstance(x_MK, MxScaled):
         values_MK, largest_M = _relative_rows(x_MK)
+        largest_M = jnp.pad(largest_M, (0, tiled_rows + LINE - M))  # whole lines from each tile on
     else:
-        values_MK, largest_M = round_rows(x_MK, interpret)[:tiled_rows], jnp.full((M,), ONE, jnp.int32)
-    largest_M = jnp.pad(largest_M, (0, tiled_rows + LINE - M))  # whole lines from each tile on
+        values_MK = round_rows(x_MK, interpret)[:tiled_rows]
+        largest_M = np.full((tiled_rows + LINE,), ONE, np.int32)  # in the program: what jax makes is a launch
     values_MK = jnp.pad(values_MK, ((0, tiled_rows - values_MK.shape[0]), (0, 0)))
     y = _launch(values_MK, largest_M, weight, M, out_dtype, tile_m, config, interpret)
     return y[:M, :N]

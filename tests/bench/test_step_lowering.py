@@ -75,11 +75,13 @@ def test_the_decode_step(policy, slots):
     one, mlp, attention = launches_of_ops(slots)
     layer = 2 * one + mlp
     assert num_launches(text) == 2 * (attention + slow * layer + kv) + head * one + fast * 9 * (4 * layer + one)
-    # Nothing asks the device, and no large array is made anew but the cache's own halves: no copy, no wider weight.
+    # Nothing asks the device, and no large array is made anew but the cache's own halves: no copy, no wider weight. (A
+    # weight seen as tiles of rows is the same bytes.)
     assert not re.search(r"stablehlo\.(case|if|while)", text)
     cache = rig.state.cache.k_BGSd[0]
     halves = {tuple(leaf.shape) for leaf in jax.tree.leaves(cache)}
-    for shape, kind in re.findall(r"-> tensor<((?:\d+x)+)(\w+)>\s*(?:loc\(.*)?$", text, flags=re.M):
+    made = "\n".join(line for line in text.splitlines() if "stablehlo.reshape" not in line)
+    for shape, kind in re.findall(r"-> tensor<((?:\d+x)+)(\w+)>\s*(?:loc\(.*)?$", made, flags=re.M):
         dims = tuple(int(d) for d in shape.split("x")[:-1])
         assert math.prod(dims) < SMALLEST_WEIGHT or dims in halves, (dims, kind)
 
