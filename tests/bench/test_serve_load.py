@@ -232,14 +232,3 @@ def test_the_command_measures_a_server(small_voice, tmp_path, voices):
         assert row["cost_per_hour_of_audio"] > 0 and row["slots"] == 2
     log = Path(small_voice.log_path).read_text()
     assert "fault" not in log
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_a_bad_day_of_twenty_seconds(tmp_path):
-    out = tmp_path / "soak.json"
-    done = runner.invoke(command_line.app, ["serve", "--soak", "20", "--slots", "2", "--out", str(out)])
-    assert done.exit_code == 0, done.output
-    found = json.loads(out.read_text())["soak"]
-    assert found["problems"] == [] and found["calls"] > 10 and found["killed_processes"] > 2
-    assert found["after_fault"]["INTERNAL"] > 0

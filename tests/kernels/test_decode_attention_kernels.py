@@ -28,8 +28,7 @@ def operands(spec, cache):
 
 @pytest.mark.parametrize("spec", SPECS, ids=lambda s: s.name)
 @pytest.mark.parametrize("cache", CACHES)
-@pytest.mark.parametrize("block_kv", [64, 128])
-@pytest.mark.parametrize("merge", ["cluster", "launch"])
+@pytest.mark.parametrize(("block_kv", "merge"), [(64, "launch"), (128, "launch"), (64, "cluster")])
 def test_lowers_for_cuda(spec, cache, block_kv, merge):
     config = Config(block_kv, min(default_config(spec.B, spec.G, spec.S).splits, 8), 2, merge=merge)
     assert can_run(config, spec.H, spec.G, spec.S, spec.d, 1 if cache == "float8" else 2) is None
