@@ -89,8 +89,9 @@ def _tile_m(M: int, chip: Chip = SM90) -> int:
 
 def _pick(M: int, D: int, F: int, chip: Chip = SM90) -> Config:
     """The measured choice for this device and shape, else the default."""
-    fields = _tuned.lookup("swiglu_mlp", _tuned.bucket(M), D, F) if M <= L2_TOKENS else None
-    return default_config(M, chip) if fields is None else Config(**fields)
+    fields = _tuned.lookup("swiglu_mlp", _tuned.bucket(M), D, F)
+    config = default_config(M, chip) if fields is None else Config(**fields)
+    return config if config.epilogue or M <= L2_TOKENS else default_config(M, chip)
 
 
 def _gate_up(x_MD, x_scale_KbM, w_gate_up: BlockScaled, tile_m: int, config: Config, interpret, chip: Chip):
