@@ -36,12 +36,16 @@ def prepare_weights(w: Weight, op: str, capability: str | None = None) -> Weight
         and Hopper's where that is neither.
 
     Raises:
-      ValueError: the op's name is unknown.
+      ValueError: the op's name is unknown, or a BlockScaled weight has other scales than one per 128 x 128.
     """
     if op not in OPS:
         raise ValueError(f"prepare_weights: op {op!r} is not one of {', '.join(OPS)}")
     capability = capability or _dispatch.gpu_capability()
     if isinstance(w, BlockScaled):
+        if w.scale_NbKb.shape[0] != -(-w.values_NK.shape[0] // BLOCK):
+            raise ValueError(
+                f"prepare_weights: the weight {w.shape} needs one scale per 128 x 128, got {w.scale_NbKb.shape}"
+            )
         rows = _pad(w.values_NK, ROW_MULTIPLE, 1)
         scale_NbKb = w.scale_NbKb[: -(-w.shape[0] // BLOCK)]
         wanted = -(-rows.shape[0] // BLOCK)

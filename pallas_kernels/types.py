@@ -131,7 +131,7 @@ class MxScaled(_ArrayLike):
 
 
 def scale_halves(byte: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Two float32 whose product is 2^(byte - 127), the first the smaller or equal; NaN for byte 255. `byte`: int32.
+    """Two float32 whose product is 2^(byte - 127), the first the larger or equal; NaN for byte 255. `byte`: int32.
 
     Each is a normal number, where 2^-127 alone is not and would be flushed.
     """

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import numpy as np
 
+from fishjax.errors import EngineFailed
+
 BYTES_PER_SAMPLE = 2
 _FULL_SCALE = 32767
 _UNKNOWN_SIZE = 0xFFFFFFFF
@@ -28,11 +30,11 @@ class AudioFormat(StrEnum):
 def pcm_s16le(audio: np.ndarray) -> bytes:
     """Float samples in -1..1, any shape -> int16 little-endian bytes: rounded, and clipped instead of wrapped.
 
-    Raises ValueError for a sample that is not a number.
+    Raises EngineFailed for a sample that is not a number.
     """
     scaled = np.rint(np.asarray(audio, np.float32) * np.float32(_FULL_SCALE))
     if np.isnan(scaled).any():
-        raise ValueError("the samples hold NaN")
+        raise EngineFailed("the samples hold NaN: the model's weights may, too")
     return np.clip(scaled, -_FULL_SCALE - 1, _FULL_SCALE).astype("<i2").tobytes()
 
 

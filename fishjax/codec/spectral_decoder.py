@@ -11,6 +11,7 @@ own window and the second half of the one before.
 
 from __future__ import annotations
 
+import math
 from functools import cache
 
 import jax
@@ -23,7 +24,7 @@ from fishjax.config import CodecConfig
 from fishjax.model.layers import Linear
 
 _EXPANSION = 2  # of the blocks' hidden width
-_MAX_LOG_MAGNITUDE = 5.0  # e^5 = 148: more than a full-scale tone has in a window of 512 samples
+_LOUDEST = math.exp(5) / 256  # 0.58 of a hop, the largest magnitude; a full-scale tone in two hops' window has 0.64
 
 
 class SpectralDecoder(nnx.Module):
@@ -64,7 +65,8 @@ def _spectrum(x_BTF: jax.Array) -> jax.Array:
     Kept so that a spectrum that waits in the tail is the one that the whole signal sees.
     """
     log_magnitude, phase = jnp.split(x_BTF.astype(jnp.float32), 2, axis=-1)
-    magnitude = jnp.exp(jnp.minimum(log_magnitude, _MAX_LOG_MAGNITUDE))
+    hop = log_magnitude.shape[-1] - 1
+    magnitude = jnp.exp(jnp.minimum(log_magnitude, math.log(_LOUDEST * hop)))
     return jnp.concatenate([magnitude * jnp.cos(phase), magnitude * jnp.sin(phase)], axis=-1).astype(x_BTF.dtype)
 
 

@@ -78,16 +78,16 @@ class CodecConfig:
         whole_numbers(self, "encoder_transformer_layers", 0)
         if len(self.encoder_transformer_layers) != len(self.encoder_rates):
             raise WeightsError("encoder_transformer_layers needs one entry per encoder rate")
-        if math.prod(self.encoder_rates) != math.prod(self.decoder_rates):
-            raise WeightsError(
-                f"encoder rates {self.encoder_rates} and decoder rates {self.decoder_rates} differ in hop"
-            )
         if self.decoder not in _DECODERS:
             raise WeightsError(f"decoder must be one of {', '.join(_DECODERS)}, not {self.decoder!r}")
         if self.decoder == "spectral":
             if len(self.decoder_rates) != 1:
                 raise WeightsError(f"decoder_rates must be one number in a spectral decoder, not {self.decoder_rates}")
             check_layers("decoder_layers", self.decoder_layers)
+        if math.prod(self.encoder_rates) != math.prod(self.decoder_rates):
+            raise WeightsError(
+                f"encoder rates {self.encoder_rates} and decoder rates {self.decoder_rates} differ in hop"
+            )
 
     @property
     def hop_length(self) -> int:

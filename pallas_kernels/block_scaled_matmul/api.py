@@ -43,7 +43,9 @@ def block_scaled_matmul(
     if out_dtype is None:
         out_dtype = jnp.bfloat16 if isinstance(x_MK, BlockScaled) else x_MK.dtype
     M, K = x_MK.shape
-    kernel = _dispatch.choose(OP, backend, KERNELS, lambda kernel: kernel.why_not(M, w_NK.shape[0], K, config))
+    kernel = None  # of no rows there is nothing to compute
+    if M:
+        kernel = _dispatch.choose(OP, backend, KERNELS, lambda kernel: kernel.why_not(M, w_NK.shape[0], K, config))
     if kernel:
         return kernel.block_scaled_matmul(x_MK, w_NK, jnp.dtype(out_dtype), config)
     x_MK = x_MK if isinstance(x_MK, BlockScaled) else quantize_blocks(x_MK, backend=_dispatch.Backend.REFERENCE)

@@ -52,7 +52,9 @@ def mx_matmul(
     if out_dtype is None:
         out_dtype = jnp.bfloat16 if isinstance(x_MK, MxScaled) else x_MK.dtype
     M = x_MK.shape[0]
-    kernel = _dispatch.choose(OP, backend, KERNELS, lambda kernel: kernel.why_not(M, w_NK.shape[0], width, config))
+    kernel = None  # of no rows there is nothing to compute
+    if M:
+        kernel = _dispatch.choose(OP, backend, KERNELS, lambda kernel: kernel.why_not(M, w_NK.shape[0], width, config))
     if kernel:
         return kernel.mx_matmul(x_MK, w_NK, jnp.dtype(out_dtype), config)
     x_MK = x_MK if isinstance(x_MK, MxScaled) else quantize_mx(x_MK, backend=_dispatch.Backend.REFERENCE)

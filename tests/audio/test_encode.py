@@ -9,6 +9,7 @@ import pytest
 import soundfile
 
 from fishjax.audio.encode import AudioFormat, StreamEncoder, pcm_s16le, wav_header, write_wav
+from fishjax.errors import EngineFailed
 
 
 def test_samples_are_rounded_and_clipped_not_wrapped():
@@ -18,7 +19,7 @@ def test_samples_are_rounded_and_clipped_not_wrapped():
 
 
 def test_not_a_number_is_not_sound():
-    with pytest.raises(ValueError, match="NaN"):
+    with pytest.raises(EngineFailed, match="NaN"):
         pcm_s16le(np.array([0.0, np.nan], np.float32))
 
 

@@ -240,3 +240,15 @@ def test_a_parameter_may_hold_a_quantised_weight(kind):
     np.testing.assert_array_equal(np.asarray(merged), np.asarray(jax.jit(pk.matmul)(x, quantised)))
     with pytest.raises(TypeError, match=r"only takes \[\.\.\.\]"):
         quantised[0]
+
+
+def test_a_weight_with_a_scale_a_row_is_not_prepared():
+    w = BlockScaled(jnp.ones((200, 128), jnp.float8_e4m3fn), jnp.arange(200.0)[:, None])
+    with pytest.raises(ValueError, match=r"one scale per 128 x 128, got \(200, 1\)"):
+        pk.prepare_weights(w, "block_scaled_matmul")
+
+
+def test_no_rows_are_no_work():
+    w = pk.quantize_blocks(jnp.ones((64, 128)), (128, 128))
+    for op, weight in ((pk.block_scaled_matmul, w), (pk.mx_matmul, pk.quantize_mx(jnp.ones((64, 128))))):
+        assert op(jnp.ones((0, 128), jnp.bfloat16), weight).shape == (0, 64)
