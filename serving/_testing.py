@@ -18,6 +18,7 @@ from fishjax.errors import InvalidRequest, PromptTooLong
 from fishjax.text.live import LiveText
 from fishjax.text.prompt import Reference
 
+PATIENCE_S = 60.0  # until a test that hangs has failed: a busy machine can stall for seconds
 NUM_CODEBOOKS = 3
 
 

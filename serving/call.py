@@ -107,13 +107,13 @@ class Calls:
                     call.key = self.whose(context)
                     yield call
             except asyncio.CancelledError:
-                call.outcome = _how_it_left(context)
+                call.outcome = _how_it_left(context, call.remaining_s)
                 raise
             except FishjaxError as error:
                 call.outcome = STATUS[type(error)].name.lower()
                 await end(context, error)
             except Exception:
-                call.outcome = _how_it_left(context) if context.cancelled() else "internal"
+                call.outcome = _how_it_left(context, call.remaining_s) if context.cancelled() else "internal"
                 if context.cancelled():
                     return  # in the middle of a write, which then fails
                 logger.exception("a fault of the server")
@@ -192,10 +192,16 @@ async def _say_goodbye(
         raise asyncio.CancelledError from None
 
 
-def _how_it_left(context: Context) -> str:
-    """A caller that is not there any more: its deadline passed, or it went away."""
+def _how_it_left(context: Context, given_s: float | None) -> str:
+    """A caller that is not there any more: its deadline passed, or it went away.
+
+    Its own clock ends a call first: a deadline starts here when the call arrives, and travels rounded up to two or
+    three digits (grpc-timeout).
+    """
     remaining_s = context.time_remaining()
-    return "cancelled" if remaining_s is None or remaining_s > 0 else "deadline_exceeded"
+    if given_s is None or remaining_s is None:
+        return "cancelled"
+    return "deadline_exceeded" if remaining_s <= 0.1 + 0.01 * given_s else "cancelled"
 
 
 def _authorization(context: Context) -> str | None:

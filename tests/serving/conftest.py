@@ -8,7 +8,7 @@ import pytest
 
 from fishjax.rpc.v1 import tts_pb2_grpc
 from fishjax.speech import load
-from serving._testing import FakeEngine, FakeSpeech
+from serving._testing import PATIENCE_S, FakeEngine, FakeSpeech
 from serving.config import ServerConfig
 from serving.server import build
 
@@ -21,7 +21,7 @@ class Running:
         self.engine = speech.engine
         self.tts = tts_pb2_grpc.TtsStub(channel)
 
-    async def say_live(self, *messages, timeout_s=10.0, metadata=()):
+    async def say_live(self, *messages, timeout_s=PATIENCE_S, metadata=()):
         """All answers to a live call that sends its messages at once; raises grpc.RpcError.
 
         Through gRPC's blocking client, in a thread: its asyncio client says INTERNAL in place of the server's status

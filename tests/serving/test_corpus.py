@@ -30,7 +30,7 @@ def test_every_input_of_the_corpus_ends_as_it_did(tool, target, least):
     for name, wanted in outcomes.items():
         began_s = time.monotonic()
         assert tool.TARGETS[target]((folder / name).read_bytes()) == wanted, name
-        assert time.monotonic() - began_s < 2.0, name  # a hang: milliseconds are usual
+        assert time.monotonic() - began_s < 10.0, name  # a hang: milliseconds are usual
 
 
 @pytest.mark.parametrize("target", ["requests", "clips"])

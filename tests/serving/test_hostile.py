@@ -13,9 +13,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from fishjax.rpc.v1 import tts_pb2
-from serving._testing import FakeEngine
+from serving._testing import PATIENCE_S, FakeEngine
 
-PATIENCE_S = 10.0
 TTS = [f"/fishjax.rpc.v1.Tts/{method.name}" for method in tts_pb2.DESCRIPTOR.services_by_name["Tts"].methods]
 HEALTH = ["/grpc.health.v1.Health/Check", "/grpc.health.v1.Health/Watch"]
 REFLECTION = "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"
@@ -134,7 +133,7 @@ async def test_who_has_no_key_is_refused_before_its_request_is_waited_for(serve,
 async def test_calls_that_need_no_key_do_not_crowd_the_others_out(serve):
     async def open_one(path, question):
         """A call that stays open once it has its first answer."""
-        call = running.channel.stream_stream(path)(timeout=60)
+        call = running.channel.stream_stream(path)(timeout=PATIENCE_S)
         await call.write(question)
         await call.read()
         return call
@@ -287,7 +286,7 @@ async def test_who_watches_health_hears_the_end_and_does_not_hold_it_up(serve):
         stub = health_pb2_grpc.HealthStub(running.channel)
         call = stub.Watch(health_pb2.HealthCheckRequest(), timeout=PATIENCE_S)
         assert (await call.read()).status == health_pb2.HealthCheckResponse.SERVING
-        async with asyncio.timeout(PATIENCE_S / 2):
-            await running.server.stop(drain_s=PATIENCE_S)
+        async with asyncio.timeout(PATIENCE_S):
+            await running.server.stop(drain_s=10 * PATIENCE_S)
         assert (await call.read()).status == health_pb2.HealthCheckResponse.NOT_SERVING
         assert await call.read() is grpc.aio.EOF

@@ -12,10 +12,10 @@ import pytest
 from fishjax.client import Client
 from fishjax.errors import InvalidRequest, LimitReached, NotAllowed, Unauthenticated
 from fishjax.rpc.v1 import tts_pb2
+from serving._testing import PATIENCE_S
 from serving.keys import ANYBODY, ApiKey, KeyRing
 from serving.plan import Priority
 
-PATIENCE_S = 10.0
 SECRET = "fjx-0123456789-very-secret"
 
 

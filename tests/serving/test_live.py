@@ -10,9 +10,8 @@ from fishjax.client import Client
 from fishjax.errors import InvalidRequest
 from fishjax.rpc.v1 import tts_pb2
 from fishjax.text.split import split_for_speech
-from serving._testing import FakeEngine, frame_level
+from serving._testing import PATIENCE_S, FakeEngine, frame_level
 
-PATIENCE_S = 60.0
 FLUSH = tts_pb2.SynthesizeLiveRequest(flush=tts_pb2.LiveFlush())
 END = tts_pb2.SynthesizeLiveRequest(end=tts_pb2.LiveEnd())
 

@@ -9,15 +9,13 @@ import pytest
 
 from fishjax.engine.sampling_params import SamplingParams
 from fishjax.errors import DeadlineExceeded, Draining, EngineFailed, InvalidRequest, NotReady, PromptTooLong, QueueFull
-from serving._testing import FakeEngine, FakeSpeech, frame_level
+from serving._testing import PATIENCE_S, FakeEngine, FakeSpeech, frame_level
 from serving.desk import LoopState
 from serving.loop import SynthesisLoop
 from serving.metrics import Metrics
 from serving.plan import Priority
 from serving.request import Failed, Finished, Frame, Started
 from serving.scheduler import Scheduler
-
-PATIENCE_S = 10.0
 
 
 class Harness:

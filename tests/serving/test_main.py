@@ -18,10 +18,8 @@ import serving.__main__ as command_line
 from fishjax.errors import InvalidRequest
 from fishjax.rpc.v1 import tts_pb2, tts_pb2_grpc
 from serving.__main__ import run
-from serving._testing import FakeEngine, FakeSpeech
+from serving._testing import PATIENCE_S, FakeEngine, FakeSpeech
 from serving.config import ServerConfig
-
-PATIENCE_S = 10.0
 
 
 async def address_of(caplog):
@@ -36,7 +34,7 @@ async def address_of(caplog):
 def process(caplog):
     caplog.set_level("INFO")
     engine = FakeEngine()
-    config = ServerConfig(port=0, drain_s=PATIENCE_S, failure_linger_s=0.1)
+    config = ServerConfig(port=0, drain_s=10 * PATIENCE_S, failure_linger_s=0.1)
     yield lambda: asyncio.create_task(run(FakeSpeech(engine), config)), engine
     engine.gate.open()
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -89,7 +87,7 @@ async def test_a_second_signal_does_not_wait(process, caplog):
         while await call.read() is not grpc.aio.EOF:
             pass
     engine.gate.open()  # the step at the gate is the one the loop still ends
-    assert await asyncio.wait_for(running, PATIENCE_S / 2) == 0
+    assert await asyncio.wait_for(running, PATIENCE_S) == 0
     assert times_stopped(caplog) == 1
     await channel.close()
 

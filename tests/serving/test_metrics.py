@@ -12,12 +12,10 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from fishjax.errors import InvalidRequest
 from fishjax.rpc.v1 import tts_pb2
-from serving._testing import FakeEngine, FakeSpeech, FakeVoices
+from serving._testing import PATIENCE_S, FakeEngine, FakeSpeech, FakeVoices
 from serving.config import ServerConfig
 from serving.metrics import Metrics
 from serving.server import build
-
-PATIENCE_S = 10.0
 
 
 async def scrape(running):
@@ -103,7 +101,7 @@ async def test_load_preemptions_and_callers_that_leave(serve):
         assert (samples["fishjax_busy_slots",], samples["fishjax_waiting_requests",]) == (1, 1)
         waiting.cancel()
         with pytest.raises(grpc.aio.AioRpcError):
-            await speak(running, "w", timeout=0.2)
+            await speak(running, "w", timeout=1.0)
         await scrape_until(running, cancelled=1, deadline_exceeded=1)
         urgent = running.tts.Synthesize(tts_pb2.SynthesizeRequest(text="a b"), timeout=PATIENCE_S)
         await urgent.read()
@@ -115,10 +113,10 @@ async def test_load_preemptions_and_callers_that_leave(serve):
 
 
 async def test_late_sound_is_an_underrun(serve):
-    """46 ms of sound, then nothing for 100 ms."""
+    """46 ms of sound, then nothing for 100 ms, then the end."""
     async with serve(FakeEngine(num_slots=1, samples_per_frame=1024), metrics_port=0) as running:
         running.engine.gate.close()
-        call = running.tts.Synthesize(tts_pb2.SynthesizeRequest(text="w " * 3), timeout=PATIENCE_S)
+        call = running.tts.Synthesize(tts_pb2.SynthesizeRequest(text="w " * 2), timeout=PATIENCE_S)
         await call.read()
         running.engine.gate.allow(2)
         assert (await call.read()).audio.num_frames == 1

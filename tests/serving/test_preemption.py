@@ -9,6 +9,7 @@ import pytest
 from fishjax.engine.sampling_params import SamplingParams
 from fishjax.rpc.v1 import tts_pb2
 from fishjax.speech import load
+from serving._testing import PATIENCE_S
 from serving.desk import LoopState
 from serving.loop import SynthesisLoop
 from serving.metrics import Metrics
@@ -16,7 +17,6 @@ from serving.plan import Priority
 from serving.request import Failed, Finished, Frame
 from serving.scheduler import Scheduler
 
-PATIENCE_S = 60.0
 LONG = "open the red door please. find the blue box now. three seven one. close the garden gate."
 SHORT = "lock the gate."
 

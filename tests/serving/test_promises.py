@@ -13,8 +13,8 @@ import pytest
 import soundfile
 
 from fishjax.rpc.v1 import tts_pb2
+from serving._testing import PATIENCE_S
 
-PATIENCE_S = 60.0
 TEXTS = [
     "now",
     "open the red door",
@@ -53,22 +53,16 @@ async def idle(running):
             await asyncio.sleep(0.01)
 
 
-async def settled(running):
-    """The step that was in flight is read, and its arrays are gone: work is done between two steps."""
+async def device_bytes_at_rest(running):
+    """What a server holds whose requests are over and whose last step is read.
+
+    Its slots are free before that step is: work is done between two steps, so the second piece comes after it.
+    """
+    await idle(running)
     for _ in range(2):
         await asyncio.wrap_future(running.server._loop.desk.run(lambda: None))
-
-
-def device_bytes():
     gc.collect()
     return sum(array.nbytes for array in jax.live_arrays())
-
-
-async def until_device_holds(num_bytes):
-    """The last step may still be in flight when its slots are free; what was leaked never goes."""
-    async with asyncio.timeout(PATIENCE_S):
-        while device_bytes() != num_bytes:
-            await asyncio.sleep(0.05)
 
 
 async def test_a_seed_means_the_same_samples_on_every_path(serve_minnow, clip):
@@ -126,9 +120,7 @@ async def test_nothing_compiles_while_serving(serve_minnow, compiles, clip):
 async def test_four_times_as_many_callers_as_slots_leave_the_server_well(serve_minnow):
     async with serve_minnow() as running:
         wanted = await speak(running, TEXTS[1], seed=4, max_frames=10)
-        await idle(running)
-        await settled(running)
-        before = device_bytes()  # the default voice is kept from here on
+        before = await device_bytes_at_rest(running)  # the default voice is kept from here on
 
         async def caller(number):
             rng = random.Random(number)
@@ -144,16 +136,15 @@ async def test_four_times_as_many_callers_as_slots_leave_the_server_well(serve_m
         await asyncio.gather(*(caller(number) for number in range(8)))
         await idle(running)
         assert await speak(running, TEXTS[1], seed=4, max_frames=10) == wanted
-        await until_device_holds(before)
+        assert await device_bytes_at_rest(running) == before
 
 
 async def test_many_requests_leave_device_memory_identical(serve_minnow, recwarn):
     """500 of random lengths and classes, a fifth of which go away: each lets go of all it had."""
     rng = random.Random(0)
     async with serve_minnow() as running:
-        await speak(running, TEXTS[0], max_frames=1)  # the default voice is kept from here on
-        await idle(running)
-        before = device_bytes()
+        await speak(running, TEXTS[0], max_frames=1)
+        before = await device_bytes_at_rest(running)  # the default voice is kept from here on
 
         async def one():
             if rng.random() < 0.2:
@@ -163,8 +154,7 @@ async def test_many_requests_leave_device_memory_identical(serve_minnow, recwarn
 
         for _ in range(50):
             await asyncio.gather(*(one() for _ in range(10)))
-        await idle(running)
-        await until_device_holds(before)
+        assert await device_bytes_at_rest(running) == before
     assert not [warning for warning in recwarn if "donat" in str(warning.message).lower()]
 
 

@@ -19,12 +19,11 @@ import fishjax
 from fishjax.client import Client
 from fishjax.errors import EngineFailed, InvalidRequest, NotReady
 from fishjax.rpc.v1 import tts_pb2
-from serving._testing import FakeEngine, FakeSpeech, frame_level
+from serving._testing import PATIENCE_S, FakeEngine, FakeSpeech, frame_level
 from serving.config import ServerConfig
 from serving.desk import LoopState
 from serving.server import build
 
-PATIENCE_S = 10.0
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 
@@ -521,16 +520,16 @@ async def test_a_reader_that_never_reads_is_let_go_altogether(serve, monkeypatch
 
 
 async def test_a_reader_at_playing_speed_is_not_cut_off(serve):
-    """64 frames of 46 ms, of which a second may wait unread: patience of 0.3 s is enough for one who keeps pace."""
+    """64 frames of 46 ms, of which 0.2 s may wait unread: patience of 1 s is enough for one who keeps pace."""
     engine = FakeEngine(num_slots=1, samples_per_frame=1024)
-    async with serve(engine, slow_reader_s=0.3, max_unread_s=0.2, channel_options=SMALL_WINDOW) as running:
-        call = running.tts.Synthesize(request("w " * 32), timeout=PATIENCE_S)
+    async with serve(engine, slow_reader_s=1.0, max_unread_s=0.2, channel_options=SMALL_WINDOW) as running:
+        call = running.tts.Synthesize(request("w " * 64), timeout=PATIENCE_S)
         num_frames = 0
         async for answer in call:
             if answer.HasField("audio"):
                 num_frames += answer.audio.num_frames
                 await asyncio.sleep(answer.audio.num_frames * 1024 / 22050)
-        assert num_frames == 32
+        assert num_frames == 64
 
 
 async def test_the_port_can_be_had_once(serve):

@@ -9,11 +9,10 @@ import pytest
 
 from fishjax.client import Client
 from fishjax.errors import InvalidRequest
-from serving._testing import FakeSpeech
+from serving._testing import PATIENCE_S, FakeSpeech
 from serving.config import ServerConfig
 from serving.server import build
 
-PATIENCE_S = 5.0
 pytestmark = pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl makes the certificates")
 
 

@@ -20,11 +20,9 @@ from fishjax.client import Client
 from fishjax.errors import InvalidRequest, VoiceExists, VoiceNotFound, VoicesFull, WeightsError
 from fishjax.rpc.v1 import tts_pb2
 from fishjax.text.prompt import Reference
-from serving._testing import FakeEngine
+from serving._testing import PATIENCE_S, FakeEngine
 from serving.request import Clip
 from serving.voices import Voice, VoiceStore, check_voice_id, clips_digest
-
-PATIENCE_S = 60.0
 
 
 def clip(seconds=1.0, level=0.0, rate=22050) -> bytes:
