@@ -5,6 +5,7 @@ from .append_kv.api import append_kv
 from .between_attentions.api import between_attentions
 from .between_attentions.reference import After, Before
 from .block_scaled_matmul.api import block_scaled_matmul
+from .causal_conv.api import causal_conv
 from .decode_attention.api import decode_attention, quantize_kv
 from .fast_frame.api import fast_frame
 from .fast_frame.reference import Draws
@@ -30,6 +31,7 @@ __all__ = [
     "append_kv",
     "between_attentions",
     "block_scaled_matmul",
+    "causal_conv",
     "chip_backend",
     "comes_first",
     "decode_attention",

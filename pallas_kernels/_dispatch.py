@@ -39,6 +39,7 @@ COMES_FIRST: dict[str, tuple[str, ...]] = {
     "fast_frame": (),
     "between_attentions": (HOPPER,),
     "append_kv": (HOPPER,),
+    "causal_conv": (),
 }
 Kernel = TypeVar("Kernel")
 

@@ -45,6 +45,7 @@ TOLERANCES: dict[tuple[str, str], Tolerance] = {
         "one slot in sixteen: sums in another order put one of its 10,000 e4m3 values on the other side of a boundary, "
         "and others after it; 5.6e-2 measured at width 256",
     ),
+    ("causal_conv", "bfloat16"): Tolerance(2e-3, "output rounding alone gives 1.7e-3; sums are float32"),
     ("decode_attention", "bfloat16"): Tolerance(4e-3, "output rounding, plus probabilities rounded to bfloat16"),
     ("decode_attention", "float32"): Tolerance(1e-5, "float32 softmax and sums over at most 32,768 positions"),
 }

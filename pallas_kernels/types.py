@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 from types import EllipsisType
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -47,6 +47,10 @@ class _ArrayLike:
         """Type of the stored elements: float8_e4m3fn."""
         return jnp.dtype(jnp.float8_e4m3fn)
 
+    def misfit(self) -> str | None:
+        """None when the arrays are of the types and shapes that the layout asks for, else what they are."""
+        raise NotImplementedError
+
     def __getitem__(self, index: EllipsisType):
         if index is not Ellipsis:
             raise TypeError(f"{type(self).__name__} only takes [...]; slice its arrays instead (index {index!r})")
@@ -72,6 +76,14 @@ class BlockScaled(_ArrayLike):
         """Logical (N, K), without padding rows."""
         num_rows, width = self.values_NK.shape
         return (num_rows if self.num_rows is None else self.num_rows, width)
+
+    def misfit(self) -> str | None:
+        """None when there is a scale for every block, else what the arrays are."""
+        rows, width = self.values_NK.shape[:2] if self.values_NK.ndim == 2 else (0, 0)
+        fits = self.scale_NbKb.ndim == 2 and self.scale_NbKb.shape[0] in (rows, -(-rows // BLOCK))
+        if fits and self.scale_NbKb.shape[1] >= -(-width // BLOCK):
+            return _misfit(self.values_NK, self.scale_NbKb, jnp.float32)
+        return _described(self.values_NK, self.scale_NbKb)
 
     @property
     def block(self) -> tuple[int, int]:
@@ -107,6 +119,18 @@ class MxScaled(_ArrayLike):
         """Logical (N, K), without padding rows."""
         num_rows, width = self.values_NK.shape
         return (num_rows if self.num_rows is None else self.num_rows, width)
+
+    def misfit(self) -> str | None:
+        """None when there is a scale for every block, else what the arrays are."""
+        rows, width = self.values_NK.shape if self.values_NK.ndim == 2 else (0, 0)
+        wanted = {
+            "rows": (rows, width // MX_BLOCK),
+            "registers": (width // MX_BLOCK + 1, rows),
+            "tiles": (rows // 128, width // 128, 32, 16),
+        }[self.layout]
+        if self.scale_NKb.shape == wanted:
+            return _misfit(self.values_NK, self.scale_NKb, jnp.uint8)
+        return _described(self.values_NK, self.scale_NKb)
 
     @property
     def value_rows(self) -> jax.Array:
@@ -185,9 +209,33 @@ class ScaledKV(_ArrayLike):
         """(B, G, S, d)."""
         return self.values_BGSd.shape
 
+    def misfit(self) -> str | None:
+        """None when there is a scale for every row, else what the arrays are."""
+        if self.scale_BGS.shape == self.values_BGSd.shape[:3]:
+            return _misfit(self.values_BGSd, self.scale_BGS, jnp.float32)
+        return _described(self.values_BGSd, self.scale_BGS)
+
     def dequantize(self) -> jax.Array:
         """The stored numbers as float32 (B, G, S, d)."""
         return self.values_BGSd.astype(jnp.float32) * self.scale_BGS[..., None]
+
+
+def check_fit(op: str, *operands: object) -> None:
+    """Raise ValueError unless each quantised operand has its scales: a kernel would read past the end of too few."""
+    for operand in operands:
+        if isinstance(operand, _ArrayLike) and (found := operand.misfit()):
+            raise ValueError(
+                f"{op}: {type(operand).__name__} needs float8_e4m3fn and a scale for every block, got {found}"
+            )
+
+
+def _misfit(values: jax.Array, scale: jax.Array, wanted: Any) -> str | None:
+    fits = (values.dtype, scale.dtype) == (jnp.float8_e4m3fn, wanted)
+    return None if fits else _described(values, scale)
+
+
+def _described(values: jax.Array, scale: jax.Array) -> str:
+    return f"values {values.dtype}{values.shape} with scales {scale.dtype}{scale.shape}"
 
 
 def _power_of_two(exponent: jax.Array) -> jax.Array:

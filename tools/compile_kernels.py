@@ -48,6 +48,7 @@ OPS = (
     "decode_attention",
     "between_attentions",
     "append_kv",
+    "causal_conv",
 )
 ROWS = (1, 64, 128)
 SHARED = ("_chip.py", "_mosaic.py", "_chain.py", "_persistent.py")
@@ -134,6 +135,15 @@ def calls(chip: str) -> Iterator[tuple[str, str, Callable, tuple]]:
         if op == "append_kv":
             for spec in specs.SPECS:
                 yield op, spec.name, kernel.append_kv, spec.arguments()
+            continue
+        if op == "causal_conv":
+            for spec in specs.SPECS:
+                operands = tuple(spec.arguments().items())
+
+                def call(*values, kernel=kernel, spec=spec, names=tuple(name for name, _ in operands)):
+                    return kernel.causal_conv(**dict(zip(names, values, strict=True)), dilation=spec.dilation)
+
+                yield op, spec.name, call, tuple(value for _, value in operands)
             continue
         if op == "decode_attention":
             for spec in specs.SPECS:

@@ -20,71 +20,18 @@ import jax.numpy as jnp
 from flax import nnx
 
 from fishjax.model.layers import Linear
+from pallas_kernels import causal_conv
+from pallas_kernels.causal_conv.reference import shifted, snake, steps
 
 Tail = Any  # nested tuples of arrays; None is silence
-
-MATMUL_BYTES = 48 * 2**20
-"""On a GPU a convolution of several taps is one matmul over the taps' shifted copies of its input, where these copies
-take at most so much. Above it, and on other devices, XLA's convolution runs.
-
-For the matmul: a convolution of a library cannot be part of a captured graph. It ends the graph, is launched by itself,
-and its weights are transposed first. A step whose convolutions are all matmuls is one graph.
-Against it: the copies are written and read once more; the operations are the same. While the copies stay in the L2
-cache (50 MB on Hopper) that costs less than a launch; past it, the memory's time for twice the copies.
-In the published codec, in bfloat16, the largest copies are 2.75 MB a slot and frame: with up to 18 slots times frames a
-call all are matmuls; with 64 those are that have many channels and few steps, whose weights are the large ones.
-
-The sizes are known when a program is made: a server of so many slots always computes the same way.
-"""
-
-
-def convolve(past_BPC: jax.Array, x_BTC: jax.Array, w_kIO: jax.Array, stride: int = 1, dilation: int = 1) -> jax.Array:
-    """Causal convolution of (B, T, in) behind its past of P = (k - 1) * dilation + 1 - stride steps.
-
-    Returns (B, T / stride, out). Which program it becomes: see MATMUL_BYTES.
-    """
-
-    def matmul(past_BPC: jax.Array, x_BTC: jax.Array, w_kIO: jax.Array) -> jax.Array:
-        shifted = _shifted(past_BPC, x_BTC, w_kIO.shape[0], stride, dilation)
-        return jnp.concatenate(shifted, axis=-1) @ w_kIO.reshape(-1, w_kIO.shape[2])
-
-    def convolution(past_BPC: jax.Array, x_BTC: jax.Array, w_kIO: jax.Array) -> jax.Array:
-        return jax.lax.conv_general_dilated(
-            jnp.concatenate([past_BPC, x_BTC], axis=1),
-            w_kIO,
-            window_strides=(stride,),
-            padding=((0, 0),),
-            rhs_dilation=(dilation,),
-            dimension_numbers=("NWC", "WIO", "NWC"),
-        )
-
-    if w_kIO.shape[0] == 1 and stride == 1:
-        return matmul(past_BPC, x_BTC, w_kIO)
-    if w_kIO.shape[0] * x_BTC.nbytes // stride > MATMUL_BYTES:
-        return convolution(past_BPC, x_BTC, w_kIO)
-    return jax.lax.platform_dependent(past_BPC, x_BTC, w_kIO, cuda=matmul, default=convolution)
 
 
 def depthwise(past_BPC: jax.Array, x_BTC: jax.Array, w_k1C: jax.Array) -> jax.Array:
     """Causal convolution of each channel by itself, summed in float32: (B, T, C) behind k - 1 steps -> (B, T, C)."""
     y_BTC = jnp.zeros(x_BTC.shape, jnp.float32)
-    for tap, seen_BTC in enumerate(_shifted(past_BPC, x_BTC, w_k1C.shape[0])):
+    for tap, seen_BTC in enumerate(shifted(past_BPC, x_BTC, w_k1C.shape[0])):
         y_BTC += seen_BTC.astype(jnp.float32) * w_k1C[tap].astype(jnp.float32)
     return y_BTC.astype(x_BTC.dtype)
-
-
-def _shifted(past_BPC: jax.Array, x_BTC: jax.Array, taps: int, stride: int = 1, dilation: int = 1) -> list[jax.Array]:
-    """What each tap sees, oldest first: every `stride`-th of the steps."""
-    span = x_BTC.shape[1] - stride + 1
-    return [_steps(past_BPC, x_BTC, tap * dilation, span)[:, ::stride] for tap in range(taps)]
-
-
-def _steps(past_BPC: jax.Array, x_BTC: jax.Array, start: int, num: int) -> jax.Array:
-    """`num` steps from `start` of the past and the signal, as if they were one. No copy of both is made for it."""
-    seam = past_BPC.shape[1]
-    old = past_BPC[:, start : start + num]
-    new = x_BTC[:, max(start - seam, 0) : max(start + num - seam, 0)]
-    return new if start >= seam else jnp.concatenate([old, new], axis=1)
 
 
 class Kernel(nnx.Module):
@@ -131,17 +78,28 @@ class CausalConv(nnx.Module):
         """The tail before any signal."""
         return jnp.zeros((batch, self.tail_steps, self.in_channels), dtype)
 
-    def stream(self, x_BTC: jax.Array, tail: Tail) -> tuple[jax.Array, Tail]:
-        """The next piece; its length must be a multiple of the stride when another piece follows."""
+    def stream(
+        self, x_BTC: jax.Array, tail: Tail, *, alpha_C: jax.Array | None = None, residual_BTC: jax.Array | None = None
+    ) -> tuple[jax.Array, Tail]:
+        """The next piece; its length must be a multiple of the stride when another piece follows.
+
+        `residual_BTC` is added to what comes out, and a snake of `alpha_C` bends that.
+        """
         fill = -x_BTC.shape[1] % self.stride
         past_BPC = self.silence(x_BTC.shape[0], x_BTC.dtype) if tail is None else tail
-        tail = _steps(past_BPC, x_BTC, x_BTC.shape[1], self.tail_steps)
-        x_BTC = jnp.pad(x_BTC, ((0, 0), (0, fill), (0, 0)))
         if self.depthwise:
-            y = depthwise(past_BPC, x_BTC, self.conv.weight[...])
-        else:
-            y = convolve(past_BPC, x_BTC, self.conv.weight[...], self.stride, self.dilation)
-        return y + self.conv.bias[...], tail
+            tail = steps(past_BPC, x_BTC, x_BTC.shape[1], self.tail_steps)
+            return depthwise(past_BPC, x_BTC, self.conv.weight[...]) + self.conv.bias[...], tail
+        return causal_conv(
+            past_BPC,
+            jnp.pad(x_BTC, ((0, 0), (0, fill), (0, 0))),
+            self.conv.weight[...],
+            self.conv.bias[...],
+            stride=self.stride,
+            dilation=self.dilation,
+            alpha_O=alpha_C,
+            residual_BTO=residual_BTC,
+        )
 
 
 class CausalTransposedConv(nnx.Module):
@@ -173,11 +131,10 @@ class CausalTransposedConv(nnx.Module):
 
     def stream(self, x_BTC: jax.Array, tail: Tail) -> tuple[jax.Array, Tail]:
         """The next piece, of any length."""
-        batch, steps = x_BTC.shape[:2]
+        batch, num_steps = x_BTC.shape[:2]
         past_BPC = self.silence(batch, x_BTC.dtype) if tail is None else tail
-        tail = _steps(past_BPC, x_BTC, steps, self.tail_steps)
-        y = convolve(past_BPC, x_BTC, self.conv.weight[...])
-        return y.reshape(batch, steps * self.stride, -1) + self.conv.bias[...], tail
+        y, tail = causal_conv(past_BPC, x_BTC, self.conv.weight[...], self.conv.bias[...])
+        return y.reshape(batch, num_steps * self.stride, -1), tail
 
 
 class Snake(nnx.Module):
@@ -188,8 +145,7 @@ class Snake(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Any shape (..., C)."""
-        wide, alpha = x.astype(jnp.float32), self.alpha[...].astype(jnp.float32)
-        return (wide + jnp.square(jnp.sin(alpha * wide)) / (alpha + 1e-9)).astype(x.dtype)
+        return snake(x, self.alpha[...])
 
     def silence(self, batch: int, dtype) -> Tail:
         """Nothing is remembered."""
@@ -248,8 +204,11 @@ class ResidualUnit(Chain):
 
     def stream(self, x_BTC: jax.Array, tail: Tail) -> tuple[jax.Array, Tail]:
         """The next piece, of any length."""
-        y, tail = super().stream(x_BTC, tail)
-        return x_BTC + y, tail
+        bend, convolution, bend_again, point = self.block
+        tails = (None,) * 4 if tail is None else tail
+        y, convolution_tail = convolution.stream(bend(x_BTC), tails[1], alpha_C=bend_again.alpha[...])
+        y, point_tail = point.stream(y, tails[3], residual_BTC=x_BTC)
+        return y, ((), convolution_tail, (), point_tail)
 
 
 class LayerNorm(nnx.Module):

@@ -19,9 +19,10 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from fishjax.codec.layers import CausalConv, ConvNeXt, LayerNorm, Tail, chain_silence, convolve, run_chain
+from fishjax.codec.layers import CausalConv, ConvNeXt, LayerNorm, Tail, chain_silence, run_chain
 from fishjax.config import CodecConfig
 from fishjax.model.layers import Linear
+from pallas_kernels.causal_conv.reference import convolve
 
 _EXPANSION = 2  # of the blocks' hidden width
 _LOUDEST = math.exp(5) / 256  # 0.58 of a hop, the largest magnitude; a full-scale tone in two hops' window has 0.64

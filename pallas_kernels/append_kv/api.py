@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 
 from .. import _dispatch
-from ..types import ScaledKV
+from ..types import ScaledKV, check_fit
 from . import mosaic_sm90, reference
 
 OP = "append_kv"
@@ -53,6 +53,7 @@ def check_operands(k_BGd, v_BGd, k_cache, v_cache, positions_B) -> None:
         raise ValueError(f"{OP}: caches must be ScaledKV, got {type(k_cache).__name__}, {type(v_cache).__name__}")
     if k_cache.ndim != 4 or k_cache.shape != v_cache.shape:
         raise ValueError(f"{OP}: caches must be (B, G, S, d), both alike, got {k_cache.shape}, {v_cache.shape}")
+    check_fit(OP, k_cache, v_cache)
     B, G, _, d = k_cache.shape
     if k_BGd.shape != (B, G, d) or (v_BGd.shape, v_BGd.dtype) != (k_BGd.shape, k_BGd.dtype):
         found = f"k {k_BGd.dtype}{k_BGd.shape}, v {v_BGd.dtype}{v_BGd.shape}"

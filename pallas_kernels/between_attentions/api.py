@@ -6,7 +6,7 @@ import jax
 
 from .. import _dispatch
 from .._chain import Config, tokens_of
-from ..types import BLOCK
+from ..types import BLOCK, check_fit
 from . import mosaic_sm90, reference
 from .reference import After, Before
 
@@ -78,3 +78,5 @@ def check_operands(x_DM, o_MK, before: Before | None, after: After | None) -> No
             raise ValueError(f"{OP}: {name} is {found[name]}, {shape} fits the rest")
         if name.startswith("w") and any(side % BLOCK for side in shape):
             raise ValueError(f"{OP}: {name} is {shape}; sides must be multiples of {BLOCK}")
+    weights = [] if before is None else [before.wo, before.w_gate_up, before.w_down]
+    check_fit(OP, *weights, *([] if after is None else [after.wqkv]))

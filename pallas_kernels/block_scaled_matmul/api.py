@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from .. import _dispatch
 from ..quantize_blocks.api import quantize_blocks
-from ..types import BLOCK, BlockScaled
+from ..types import BLOCK, BlockScaled, check_fit
 from . import mosaic_sm90, mosaic_sm100, reference
 from .config import Config
 
@@ -67,3 +67,4 @@ def check_operands(op: str, x_MK: jax.Array | BlockScaled, w_NK: BlockScaled) ->
         raise ValueError(f"{op}: the weight needs one scale per 128 x 128, its scales are {w_NK.scale_NbKb.shape}")
     if isinstance(x_MK, BlockScaled) and x_MK.block != (1, BLOCK):
         raise ValueError(f"{op}: x needs one scale per 1 x 128, its scales are {x_MK.scale_NbKb.shape}")
+    check_fit(op, x_MK, w_NK)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 
 from .. import _dispatch
-from ..types import ScaledKV
+from ..types import ScaledKV, check_fit
 from . import mosaic_sm90, mosaic_sm100, reference
 from .config import Config
 
@@ -57,8 +57,11 @@ def check_operands(q_BHd, k_cache, v_cache, lengths_B) -> None:
         )
     if isinstance(k_cache, ScaledKV) != isinstance(v_cache, ScaledKV):
         raise ValueError(f"{OP}: k and v must be of one kind, got {type(k_cache).__name__}, {type(v_cache).__name__}")
+    check_fit(OP, k_cache, v_cache)
     B, H, d = q_BHd.shape
     G = k_cache.shape[1]
+    if 0 in (H, *k_cache.shape[1:]):
+        raise ValueError(f"{OP}: q {q_BHd.shape} and k {k_cache.shape} must have heads, positions and a width")
     if k_cache.shape[0] != B or k_cache.shape[3] != d or H % G:
         raise ValueError(f"{OP}: q {q_BHd.shape} does not fit k {k_cache.shape}: same B and d, H a multiple of G")
     if lengths_B.shape != (B,):

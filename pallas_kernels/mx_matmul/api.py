@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from .. import _dispatch
 from ..quantize_mx.api import quantize_mx
-from ..types import MX_BLOCK, MxScaled
+from ..types import MX_BLOCK, MxScaled, check_fit
 from . import mosaic_sm90, mosaic_sm100, reference
 from .config import Config
 from .config_sm100 import Config as BlackwellConfig
@@ -49,6 +49,7 @@ def mx_matmul(
         raise ValueError(f"{OP}: K must be a multiple of {MX_BLOCK}, got K = {width} (weight {w_NK.shape})")
     if x_MK.shape[1] != width:
         raise ValueError(f"{OP}: x {x_MK.shape} and weight {w_NK.shape} differ in K")
+    check_fit(OP, x_MK, w_NK)
     if out_dtype is None:
         out_dtype = jnp.bfloat16 if isinstance(x_MK, MxScaled) else x_MK.dtype
     M = x_MK.shape[0]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 
 from .. import _dispatch
-from ..types import BLOCK, MX_BLOCK, BlockScaled, MxScaled
+from ..types import BLOCK, MX_BLOCK, BlockScaled, MxScaled, check_fit
 from . import mosaic_sm90, mosaic_sm100, reference
 from .config import Config
 
@@ -53,6 +53,7 @@ def swiglu_mlp(
     multiple = BLOCK if BlockScaled in kinds else MX_BLOCK if MxScaled in kinds else 1
     if dim % multiple or ffn_dim % multiple:
         raise ValueError(f"{OP}: D and F must be multiples of {multiple}, got D = {dim}, F = {ffn_dim}")
+    check_fit(OP, w_gate_up, w_down)
     M = x_MD.shape[0]
     kernel = _dispatch.choose(OP, backend, KERNELS, lambda kernel: kernel.why_not(M, w_gate_up, w_down, config))
     if kernel:

@@ -10,6 +10,7 @@ from flax import nnx
 
 from fishjax.codec import layers
 from fishjax.codec.stream import init_stream, stream_decode
+from pallas_kernels.causal_conv import reference
 
 
 @pytest.fixture
@@ -35,14 +36,15 @@ def by_hand(past, x, w, stride, dilation):
     ("taps", "stride", "dilation", "steps"),
     [(7, 1, 1, 4), (7, 1, 9, 32), (7, 1, 9, 60), (2, 1, 1, 1), (4, 2, 1, 6), (2, 2, 1, 2), (3, 3, 2, 9), (1, 1, 1, 5)],
 )
+@pytest.mark.parametrize("channels", [(3, 5), (9, 1)])
 @pytest.mark.parametrize("gpu", [False, True])
-def test_a_convolution_is_its_definition(request, gpu, taps, stride, dilation, steps):
+def test_a_convolution_is_its_definition(request, gpu, channels, taps, stride, dilation, steps):
     if gpu:
         request.getfixturevalue("as_on_a_gpu")
     rng = np.random.default_rng(taps + steps)
-    past = rng.normal(size=(2, (taps - 1) * dilation + 1 - stride, 3)).astype(np.float32)
-    x, w = (rng.normal(size=size).astype(np.float32) for size in ((2, steps, 3), (taps, 3, 5)))
-    y = layers.convolve(jnp.asarray(past), jnp.asarray(x), jnp.asarray(w), stride, dilation)
+    past = rng.normal(size=(2, (taps - 1) * dilation + 1 - stride, channels[0])).astype(np.float32)
+    x, w = (rng.normal(size=size).astype(np.float32) for size in ((2, steps, channels[0]), (taps, *channels)))
+    y = reference.convolve(jnp.asarray(past), jnp.asarray(x), jnp.asarray(w), stride, dilation)
     np.testing.assert_allclose(y, by_hand(past, x, w, stride, dilation), atol=1e-5)
 
 
@@ -85,5 +87,5 @@ def test_a_step_for_a_gpu_has_no_convolution_up_to_a_size(monkeypatch, tiny):
     assert convolutions(tiny, "cuda") == 0
     everywhere = convolutions(tiny, "cpu")
     assert everywhere > 10
-    monkeypatch.setattr(layers, "MATMUL_BYTES", 0)
+    monkeypatch.setattr(reference, "MATMUL_BYTES", 0)
     assert convolutions(tiny, "cuda") == everywhere

@@ -41,6 +41,7 @@ def calls():
     draws = pk.Draws(jnp.ones(2), jnp.ones(2), jnp.ones(2, int), jnp.zeros((2, 2, 128)))
     return {
         "fast_frame": lambda b: pk.fast_frame(x, jnp.ones(2, int), frame, draws, backend=b),
+        "causal_conv": lambda b: pk.causal_conv(x[:, None][:, :0], x[:, None], x[:1, :, None], x[0, :1], backend=b),
         "append_kv": lambda b: pk.append_kv(row, row, kv8, kv8, jnp.ones(2, int), backend=b),
         "between_attentions": lambda b: pk.between_attentions(x.T, None, None, pk.After(norm, w), eps=1e-6, backend=b),
         "quantize_blocks": lambda b: pk.quantize_blocks(x, backend=b),
