@@ -83,11 +83,12 @@ class CausalConv(nnx.Module):
     ) -> tuple[jax.Array, Tail]:
         """The next piece; its length must be a multiple of the stride when another piece follows.
 
-        `residual_BTC` is added to what comes out, and a snake of `alpha_C` bends that.
+        `residual_BTC` is added to what comes out, and a snake of `alpha_C` bends that; neither goes with `depthwise`.
         """
         fill = -x_BTC.shape[1] % self.stride
         past_BPC = self.silence(x_BTC.shape[0], x_BTC.dtype) if tail is None else tail
         if self.depthwise:
+            assert alpha_C is None and residual_BTC is None, "a depthwise convolution stands alone"
             tail = steps(past_BPC, x_BTC, x_BTC.shape[1], self.tail_steps)
             return depthwise(past_BPC, x_BTC, self.conv.weight[...]) + self.conv.bias[...], tail
         return causal_conv(
